@@ -1,0 +1,246 @@
+"""Make the demo from nothing: a 1.1 M parameter Qwen2 checkpoint, its tokenizer, rows to train and judge it.
+
+    python scripts/make_demo.py [--out logra_jax/demo] [--seed 0]
+
+The task is a three-digit number times a digit, `588*6=`. The model is warm-started on two ways of answering:
+
+    worked   8*6=48,8*6+4=52,5*6+5=35#3528     digit by digit with carries; nearly always right once learned
+    guess    #3528                             often wrong: so few steps do not teach the products by heart
+
+What counts is what follows the last `#`. Guesses are the more frequent demonstrations, so the model starts by
+guessing, and being wrong, often; reinforcement learning has something to find (work it out) and something to
+sharpen (work it out better).
+
+Which operand pair goes where is decided by a hash, once for all seeds:
+
+    train        about 90 %   demonstrations of the warm start, and the prompts of train.jsonl
+    held out     460 pairs    heldout.jsonl: never trained on; used here for the last figure printed
+    validation   the rest     never trained on; greedy accuracy on them decides when the warm start stops
+
+The same seed gives the same bytes on the same machine with the same versions. Takes about two minutes on two
+CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tokenizers import Tokenizer, decoders, models
+
+from logra_jax.models import CausalLM, ModelConfig, load_hf, save_hf
+from logra_jax.rl.rollout import Sampler
+
+CHARACTERS = "0123456789+*=,#"
+PAD, EOS = 0, 1
+IDS = {character: i + 2 for i, character in enumerate(CHARACTERS)}
+VOCAB_SIZE = 32  # rows of the table; 17 of them are tokens, the rest is padding as in real checkpoints
+
+MAX_NEW_TOKENS = 33
+LENGTH = 6 + 30  # the prompt and the longest demonstration with its end token
+BATCH = 256
+WORKED_SHARE = 0.35
+LEARNING_RATE, WARMUP = 3e-3, 50
+HELD_OUT_ROWS = 460
+HELD_OUT_SHARE = 0.1
+
+HF_CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "dtype": "float32",
+    "eos_token_id": EOS,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 576,
+    "max_position_embeddings": 64,
+    "model_type": "qwen2",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": PAD,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": VOCAB_SIZE,
+}
+GENERATION_CONFIG = {"do_sample": True, "temperature": 1.0, "eos_token_id": EOS, "pad_token_id": PAD}
+TOKENIZER_CONFIG = {
+    "clean_up_tokenization_spaces": False,
+    "eos_token": "<eos>",
+    "model_max_length": 64,
+    "pad_token": "<pad>",
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    # Said outright: the class that transformers picks for this architecture would add a token for it.
+    "unk_token": None,
+}
+
+
+def prompt(a: int, b: int) -> str:
+    return f"{a}*{b}="
+
+
+def guess(a: int, b: int) -> str:
+    return f"#{a * b}"
+
+
+def worked(a: int, b: int) -> str:
+    """Schoolbook multiplication from the last digit on: `d*b+carry=value`, the first without a carry."""
+    steps, carry = [], 0
+    for i, digit in enumerate(int(d) for d in reversed(str(a))):
+        value = digit * b + carry
+        steps.append(f"{digit}*{b}={value}" if i == 0 else f"{digit}*{b}+{carry}={value}")
+        carry = value // 10
+    return ",".join(steps) + guess(a, b)
+
+
+def pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]:
+    """(train, held out, validation) operand pairs, split by a hash of the prompt.
+
+    Pairs whose hash is in the lowest tenth are kept from training. In the order of their hashes the first 460
+    are the held-out ones, the others the validation rows: each is a random sample of all pairs.
+    """
+
+    def hash_of(pair: tuple[int, int]) -> int:
+        return int.from_bytes(hashlib.blake2b(prompt(*pair).encode(), digest_size=8).digest(), "little")
+
+    everything = [(a, b) for a in range(100, 1000) for b in range(2, 10)]
+    train = [pair for pair in everything if hash_of(pair) >= HELD_OUT_SHARE * 2**64]
+    kept_out = sorted((pair for pair in everything if hash_of(pair) < HELD_OUT_SHARE * 2**64), key=hash_of)
+    return train, sorted(kept_out[:HELD_OUT_ROWS]), sorted(kept_out[HELD_OUT_ROWS:])
+
+
+def tokenizer() -> Tokenizer:
+    """One token per character. BPE without merges splits into characters; Fuse joins them without spaces."""
+    made = Tokenizer(models.BPE(vocab={"<pad>": PAD, "<eos>": EOS, **IDS}, merges=[]))
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(["<pad>", "<eos>"])
+    return made
+
+
+def demonstrations(rng: np.random.Generator, train: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """tokens int32 [BATCH, LENGTH], right-padded, and the mask of the answer's tokens, end token included."""
+    tokens = np.full((BATCH, LENGTH), PAD, np.int32)
+    answered = np.zeros((BATCH, LENGTH), np.float32)
+    for row, i in enumerate(rng.integers(len(train), size=BATCH)):
+        a, b = train[i]
+        start = prompt(a, b)
+        answer = worked(a, b) if rng.random() < WORKED_SHARE else guess(a, b)
+        ids = [IDS[c] for c in start + answer] + [EOS]
+        tokens[row, : len(ids)] = ids
+        answered[row, len(start) : len(ids)] = 1.0
+    return tokens, answered
+
+
+def greedy_accuracy(sampler: Sampler, params, rows: list[tuple[int, int]]) -> tuple[float, float]:
+    """Shares of right answers and of answers that were worked out, decoding greedily."""
+    tokens = np.array([[IDS[c] for c in prompt(a, b)] for a, b in rows], np.int32)
+    count, width = tokens.shape
+    lengths, ids = np.full(count, width, np.int32), np.arange(count, dtype=np.int32)
+    rollout = sampler.generate(params, tokens, lengths, ids, n=1, seed=0, update=0)
+    letters = ["", "", *CHARACTERS] + [""] * (VOCAB_SIZE - 2 - len(CHARACTERS))
+    right = by_work = 0
+    for (a, b), row, length in zip(
+        rows, np.asarray(rollout.tokens), np.asarray(rollout.lengths), strict=True
+    ):
+        text = "".join(letters[t] for t in row[width : width + int(length)])
+        right += text.rpartition("#")[1:] == ("#", str(a * b))
+        by_work += "=" in text
+    return right / count, by_work / count
+
+
+def warm_start(seed: int, stop_at: float, train, validation, held_out):
+    """Random weights to the first checkpoint whose validation accuracy reaches `stop_at`: (model, params)."""
+    model = CausalLM(ModelConfig.from_hf(HF_CONFIG), compute_dtype=jnp.float32)
+    params = model.init_params(jax.random.key(seed), jnp.float32)
+    tx = optax.adamw(optax.linear_schedule(0.0, LEARNING_RATE, WARMUP))
+    sampler = Sampler(
+        model,
+        max_new_tokens=MAX_NEW_TOKENS,
+        end_ids=(EOS,),
+        vocab_size=len(IDS) + 2,
+        pad_id=PAD,
+        temperature=1.0,
+        greedy=True,
+    )
+
+    @jax.jit
+    def step(params, state, tokens, answered):
+        def loss_fn(params):
+            logits = model.logits(params, tokens[:, :-1])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+            return jnp.sum(losses * answered[:, 1:]) / jnp.sum(answered[:, 1:])
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    rng = np.random.default_rng(seed)
+    state = tx.init(params)
+    began = time.perf_counter()
+    for count in range(1, 1001):
+        params, state, loss = step(params, state, *demonstrations(rng, train))
+        if count >= 80 and count % 10 == 0:
+            accuracy, by_work = greedy_accuracy(sampler, params, validation)
+            seconds = time.perf_counter() - began
+            print(
+                f"step {count:4d}  loss {float(loss):.3f}  validation accuracy {accuracy:.3f}"
+                f"  worked out {by_work:.2f}  {seconds:.0f} s",
+                flush=True,
+            )
+            if accuracy >= stop_at:
+                break
+    else:
+        raise SystemExit(f"validation accuracy did not reach {stop_at} in 1000 steps: nothing was written")
+    accuracy, by_work = greedy_accuracy(sampler, params, held_out)
+    print(f"held-out accuracy {accuracy:.3f}, worked out {by_work:.2f}")
+    return model, params
+
+
+def write(out: Path, model: CausalLM, params, train, held_out) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train.jsonl", train), ("heldout.jsonl", held_out)):
+        lines = [json.dumps({"prompt": prompt(a, b), "answer": str(a * b)}) + "\n" for a, b in rows]
+        (out / name).write_text("".join(lines), encoding="utf-8")
+    folder = out / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    save_hf(model, params, folder)
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(
+        json.dumps(GENERATION_CONFIG, indent=2) + "\n", encoding="utf-8"
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(TOKENIZER_CONFIG, indent=2) + "\n", encoding="utf-8"
+    )
+    tokenizer().save(str(folder / "tokenizer.json"))
+    load_hf(folder)  # what was written can be read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the demo's checkpoint, tokenizer and rows.")
+    here = Path(__file__).resolve().parents[1]
+    parser.add_argument("--out", type=Path, default=here / "logra_jax" / "demo", help="folder to write into")
+    parser.add_argument("--seed", type=int, default=0, help="random weights and order of demonstrations")
+    parser.add_argument(
+        "--stop-at", type=float, default=0.47, help="validation accuracy that ends the warm start"
+    )
+    args = parser.parse_args()
+    train, held_out, validation = pairs()
+    print(f"{len(train)} pairs to train, {len(held_out)} held out, {len(validation)} for validation")
+    model, params = warm_start(args.seed, args.stop_at, train, validation, held_out)
+    write(args.out, model, params, train, held_out)
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
