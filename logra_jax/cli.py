@@ -1,0 +1,84 @@
+"""What all commands share: the command line of a run, exit codes, and the cache of compiled programs."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from logra_jax.config import Config, format_help, load_config
+from logra_jax.errors import UserError
+
+EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """A parsed command line."""
+
+    config: Config
+    resume: bool
+    overwrite: bool
+    dry_run: bool
+
+
+def parse(argv: Sequence[str] | None, program: str, description: str) -> Command:
+    """Read `[--config FILE] [--resume] [--overwrite] [--dry-run] [key=value ...]`; None: `sys.argv`.
+
+    Prints every key for `--help`. Unknown flags leave with code 2; a wrong file or key raises UserError.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        epilog=f"settings (key=value):\n{format_help()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of settings; without it, the packaged demo"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in out/")
+    parser.add_argument("--overwrite", action="store_true", help="delete what an earlier run left in out/")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything and show the set-up; no update"
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace the file's")
+    found = parser.parse_intermixed_args(argv)
+    if found.resume and found.overwrite:
+        parser.error("--resume keeps what --overwrite deletes: give one of them")
+    return Command(load_config(found.config, found.settings), found.resume, found.overwrite, found.dry_run)
+
+
+def run(main: Callable[[], int]) -> None:
+    """Call a command and leave with its exit code; a UserError is printed and becomes code 2."""
+    try:
+        code = main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_USER_ERROR
+    sys.exit(code)
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs between runs, unless JAX_COMPILATION_CACHE_DIR already names a place.
+
+    A program compiled for one processor may use instructions that another lacks, and home folders are shared
+    between machines: the folder is therefore named after the processor's features.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir:
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    features = platform.machine() + platform.system()
+    if (info := Path("/proc/cpuinfo")).is_file():
+        features += next(
+            (line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), ""
+        )
+    digest = hashlib.sha256(features.encode()).hexdigest()[:12]
+    jax.config.update("jax_compilation_cache_dir", str(home / "logra_jax" / f"xla-{digest}"))

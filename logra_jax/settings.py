@@ -1,0 +1,321 @@
+"""Every setting of a run: its type, default, allowed values and meaning, and the rules between settings.
+
+The classes below are the one truth: loading, checking, `--help` and the written `config.yaml` (all in
+`config.py`) are derived from them. Nothing here needs jax or a model, so a mistake is reported within a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from logra_jax.errors import UserError
+
+
+def _f(default: Any, help: str, within: str | None = None) -> Any:
+    """A field with its one-line help and, for numbers, the interval it must lie in, such as "(0, 1]"."""
+    return dataclasses.field(default=default, metadata={"help": help, "within": within})
+
+
+@dataclass(frozen=True)
+class Model:
+    """The language model, a folder in Hugging Face layout."""
+
+    path: str = _f("", "folder of the model (demo:model is the packaged one)")
+    compute_dtype: Literal["float32", "bfloat16"] = _f("bfloat16", "number format of the matrix products")
+    remat: Literal["none", "full"] = _f("full", "recompute activations in the backward pass to save memory")
+    rope_theta: float | None = _f(None, "replaces the model's rotary base", "(0, inf)")
+    max_position_embeddings: int | None = _f(None, "replaces the model's longest sequence", "[1, inf)")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts, as JSONL or Parquet files; paths are relative to the current directory."""
+
+    train: str = _f("", "file of training prompts (demo:... lies in the package)")
+    eval: str | None = _f(None, "file of held-out prompts; null: no evaluation")
+    prompt_column: str = _f("prompt", "column that holds the prompt")
+    answer_column: str = _f("answer", "column that holds the reference answer")
+    template: Literal["chat", "plain"] = _f(
+        "chat", "apply the model's chat template, or take the text as it is"
+    )
+    prompt_format: str = _f("{prompt}", "text put around the prompt; must contain {prompt}")
+    system: str | None = _f(None, "system message of the chat template")
+    max_prompt_length: int = _f(1024, "longest prompt in tokens", "[1, inf)")
+    overlong: Literal["drop", "truncate"] = _f(
+        "drop", "what to do with longer prompts; truncate keeps the end"
+    )
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sampling of the answers that are trained on."""
+
+    prompts: int = _f(16, "prompts per update", "[1, inf)")
+    generations: int = _f(8, "answers per prompt", "[1, inf)")
+    max_new_tokens: int = _f(1024, "longest answer in tokens", "[1, inf)")
+    temperature: float = _f(1.0, "sampling temperature", "(0, inf)")
+    top_k: int = _f(0, "sample from the k likeliest tokens only; 0: all", "[0, inf)")
+    top_p: float = _f(1.0, "sample from the likeliest tokens of this total probability", "(0, 1]")
+
+    @property
+    def rows(self) -> int:
+        """Answers per update."""
+        return self.prompts * self.generations
+
+
+@dataclass(frozen=True)
+class Reward:
+    """How an answer is graded."""
+
+    kind: str = _f("math", "math, exact, or module:function of your own")
+    pattern: str | None = _f(
+        None, "exact: regex, group 1 of its last match is the answer; null: all of the text"
+    )
+    timeout_s: float = _f(5.0, "seconds until the grading of one answer is given up", "(0, inf)")
+    workers: int = _f(2, "grading processes", "[1, inf)")
+
+
+@dataclass(frozen=True)
+class Advantage:
+    """What an answer's reward is compared with."""
+
+    estimator: Literal["grpo", "leave_one_out", "running_baseline"] = _f("grpo", "baseline of the reward")
+    normalize_std: bool = _f(True, "grpo: divide by the group's standard deviation")
+    eps: float = _f(1e-4, "grpo: added to the standard deviation", "(0, inf)")
+    failure_reward: float | None = _f(
+        None, "running_baseline: outcome of rewards below 1 (1 otherwise); null: use the rewards as they are"
+    )
+    baseline_weight: float = _f(0.1, "running_baseline: weight of the newest batch", "(0, 1]")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Policy-gradient loss."""
+
+    aggregation: Literal["token", "sequence"] = _f(
+        "token", "mean over all tokens, or over answers of their means"
+    )
+    clip_low: float | None = _f(None, "ratio clipped at 1 - clip_low; null: not", "[0, 1)")
+    clip_high: float | None = _f(None, "ratio clipped at 1 + clip_high; null: not", "[0, inf)")
+    importance_cap: float | None = _f(
+        None, "largest weight trainer / sampler probability; null: off", "(0, inf)"
+    )
+    reference_kl: float = _f(0.0, "weight of the KL to the initial policy", "[0, inf)")
+    updates_per_batch: int = _f(1, "updates taken from each batch of answers", "[1, inf)")
+    micro_batch: int = _f(0, "answers per forward and backward pass; 0: all at once", "[0, inf)")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The update rule. Give update_ratio or learning_rate."""
+
+    name: Literal["logra", "adamw"] = _f("logra", "gradient sketches with RowAdam, or dense AdamW")
+    rank: int = _f(256, "logra: rank of the sketches", "[1, inf)")
+    sketch_seed: int = _f(42, "logra: seed of the projections", "[0, 4294967296)")
+    distribution: Literal["rademacher", "gaussian"] = _f("rademacher", "logra: entries of the projections")
+    refresh: int = _f(1, "logra: updates between redraws of the projections; 0: never", "[0, inf)")
+    targets: tuple[str, ...] | None = _f(
+        None, "logra: regexes on weight names; null: attention and MLP projections"
+    )
+    others: Literal["frozen", "adamw"] = _f("frozen", "logra: what happens to all other weights")
+    preserve_norm: bool | None = _f(
+        None, "logra: norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no"
+    )
+    b1: float = _f(0.0, "decay of the first moment", "[0, 1)")
+    b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
+    eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")
+    update_ratio: float | None = _f(
+        None, "logra: size of an update relative to the weights (paper: 6e-5)", "(0, 1)"
+    )
+    learning_rate: float | None = _f(None, "step size, instead of update_ratio", "(0, inf)")
+    warmup: int = _f(0, "updates of linear warm-up", "[0, inf)")
+    schedule: Literal["constant", "cosine"] = _f("constant", "course of the step size after the warm-up")
+    final_fraction: float = _f(0.1, "cosine: last step size as a fraction of the first", "[0, 1]")
+    weight_decay: float = _f(0.0, "decoupled weight decay", "[0, inf)")
+    max_grad_norm: float | None = _f(
+        None, "gradients longer than this are shortened to it; null: off", "(0, inf)"
+    )
+
+
+@dataclass(frozen=True)
+class KL:
+    """Predicted-KL control of the step length."""
+
+    control: bool = _f(True, "scale every update so that its predicted KL stays within the budget")
+    budget_start: float = _f(2e-4, "KL per token allowed at the first update", "(0, inf)")
+    budget_end: float = _f(2e-5, "KL per token allowed from update budget_steps on", "(0, inf)")
+    budget_steps: int = _f(300, "updates of the cosine from start to end", "[1, inf)")
+    alpha_max: float = _f(3.0, "largest factor on the proposed update", "(0, inf)")
+    probe_responses: int = _f(8, "answers the prediction is made on", "[1, inf)")
+    probe_tokens: int = _f(4096, "tokens used of each of them", "[1, inf)")
+    mismatch: bool = _f(True, "take the gap between sampler and trainer off the budget")
+    check_every: int = _f(
+        10, "updates between measurements of the KL that really came out; 0: never", "[0, inf)"
+    )
+    check_responses: int = _f(8, "answers used for that measurement", "[1, inf)")
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluation on data.eval."""
+
+    every: int = _f(10, "updates between evaluations; 0: only at the end", "[0, inf)")
+    temperature: float = _f(0.0, "sampling temperature; 0: always the likeliest token", "[0, inf)")
+    top_p: float = _f(1.0, "sample from the likeliest tokens of this total probability", "(0, 1]")
+    samples: int = _f(1, "answers per prompt", "[1, inf)")
+    max_prompts: int | None = _f(None, "evaluate on the first so many prompts; null: all", "[1, inf)")
+    before: bool = _f(True, "evaluate before the first update as well")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoints of the whole training state, in out/checkpoints."""
+
+    every: int = _f(50, "updates between checkpoints; 0: only at the end", "[0, inf)")
+    keep: int = _f(2, "newest checkpoints kept", "[1, inf)")
+    keep_best: bool = _f(True, "keep the one with the best evaluation as well")
+    async_: bool = _f(True, "write in the background while training goes on")
+
+
+@dataclass(frozen=True)
+class Log:
+    """Metrics, in out/."""
+
+    samples: int = _f(1, "decoded answers printed at each evaluation", "[0, inf)")
+    tensorboard: bool = _f(True, "write TensorBoard event files to out/tensorboard")
+    wandb: Literal["off", "auto", "online", "offline"] = _f(
+        "off", "Weights & Biases; auto: offline without a key"
+    )
+    project: str = _f("logra_jax", "Weights & Biases project")
+    progress: bool = _f(True, "show a line of progress")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices."""
+
+    fsdp: int = _f(0, "devices that share the weights and the batch; 0: all that are left", "[0, inf)")
+    tensor: int = _f(1, "devices that share each matrix product", "[1, inf)")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    seed: int = _f(0, "seed of the prompt order and of sampling", "[0, 4294967296)")
+    out: str = _f("out", "folder for everything the run writes")
+    steps: int = _f(100, "updates to take", "[1, inf)")
+    model: Model = dataclasses.field(default_factory=Model)
+    data: Data = dataclasses.field(default_factory=Data)
+    rollout: Rollout = dataclasses.field(default_factory=Rollout)
+    reward: Reward = dataclasses.field(default_factory=Reward)
+    advantage: Advantage = dataclasses.field(default_factory=Advantage)
+    loss: Loss = dataclasses.field(default_factory=Loss)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    kl: KL = dataclasses.field(default_factory=KL)
+    eval: Eval = dataclasses.field(default_factory=Eval)
+    checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
+    log: Log = dataclasses.field(default_factory=Log)
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
+
+
+def check(config: Config) -> None:
+    """Rules between settings (those of a single setting are checked when it is read). Raises UserError."""
+    rollout, loss, kl = config.rollout, config.loss, config.kl
+    if rollout.generations == 1 and config.advantage.estimator != "running_baseline":
+        raise UserError(
+            f"rollout.generations=1 leaves nothing to compare an answer with under "
+            f"advantage.estimator={config.advantage.estimator}: use at least 2 generations, or advantage.estimator=running_baseline"
+        )
+    if loss.micro_batch and rollout.rows % loss.micro_batch:
+        raise UserError(
+            f"loss.micro_batch={loss.micro_batch} does not divide the {rollout.rows} answers of an update "
+            f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
+        )
+    for key, used, count in (
+        ("probe_responses", kl.control, kl.probe_responses),
+        ("check_responses", kl.check_every > 0, kl.check_responses),
+    ):
+        if used and count > rollout.rows:
+            raise UserError(
+                f"kl.{key}={count} is more than the {rollout.rows} answers of an update "
+                f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
+            )
+    _check_optimizer(config)
+    if config.eval.samples > 1 and config.eval.temperature == 0:
+        raise UserError(
+            f"eval.samples={config.eval.samples} with eval.temperature=0 gives the same answer every time: "
+            "use one sample, or a temperature above 0"
+        )
+    if "{prompt}" not in config.data.prompt_format:
+        raise UserError(f"data.prompt_format={config.data.prompt_format!r} must contain {{prompt}}")
+    _check_reward(config.reward)
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer = config.optimizer
+    ratio, rate = optimizer.update_ratio, optimizer.learning_rate
+    if optimizer.name == "adamw" and ratio is not None:
+        raise UserError(
+            f"optimizer.update_ratio={ratio} has no meaning for optimizer.name=adamw: set "
+            "optimizer.update_ratio=null and give optimizer.learning_rate"
+        )
+    if optimizer.name == "adamw" and rate is None:
+        raise UserError("optimizer.learning_rate is required for optimizer.name=adamw (1e-6 in the paper)")
+    if ratio is None and rate is None:
+        raise UserError(
+            "the size of an update is not set: give optimizer.update_ratio (6e-5 in the paper) or "
+            "optimizer.learning_rate"
+        )
+    if ratio is not None and rate is not None:
+        raise UserError(
+            f"optimizer.update_ratio={ratio} and optimizer.learning_rate={rate} exclude each other: "
+            "set one of them to null"
+        )
+    if optimizer.warmup >= config.steps and optimizer.warmup:
+        raise UserError(f"optimizer.warmup={optimizer.warmup} must be smaller than steps={config.steps}")
+    if optimizer.targets == ():
+        raise UserError(
+            "optimizer.targets is empty: name at least one weight, or leave it out for the default"
+        )
+    for pattern in optimizer.targets or ():
+        _compile("optimizer.targets", pattern)
+
+
+def _check_reward(reward: Reward) -> None:
+    if reward.kind not in ("math", "exact") and not re.fullmatch(r"[\w.]+:\w+", reward.kind):
+        raise UserError(f"reward.kind={reward.kind!r}: expected math, exact, or module:function")
+    if reward.pattern is not None and _compile("reward.pattern", reward.pattern).groups < 1:
+        raise UserError(
+            f"reward.pattern={reward.pattern!r} needs a group, such as '#(.*)$', that holds the answer"
+        )
+
+
+def _compile(key: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+
+
+def check_lengths(config: Config, max_positions: int) -> None:
+    """Refuse sequences longer than the model was made for; called once the model's own limit is known."""
+    longest = config.data.max_prompt_length + config.rollout.max_new_tokens
+    if longest > max_positions:
+        raise UserError(
+            f"data.max_prompt_length={config.data.max_prompt_length} + rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens} = {longest} tokens, but the model takes {max_positions}: "
+            "lower one of them, or set model.max_position_embeddings if the model can take more"
+        )
+
+
+def lies_within(interval: str, value: float) -> bool:
+    """Whether a finite value lies in an interval written like "[0, 1)"."""
+    low, high = interval[1:-1].split(", ")
+    above = float(low) <= value if interval[0] == "[" else float(low) < value
+    below = value <= float(high) if interval[-1] == "]" else value < float(high)
+    return math.isfinite(value) and above and below
