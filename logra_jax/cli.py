@@ -72,7 +72,7 @@ def use_compilation_cache() -> None:
     """
     import jax
 
-    if jax.config.jax_compilation_cache_dir:
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     features = platform.machine() + platform.system()

@@ -1,7 +1,7 @@
 """Every setting of a run: its type, default, allowed values and meaning, and the rules between settings.
 
 The classes below are the one truth: loading, checking, `--help` and the written `config.yaml` (all in
-`config.py`) are derived from them. Nothing here needs jax or a model, so a mistake is reported within a second.
+`config.py`) are derived from them. Nothing here needs jax or a model: a mistake is reported within a second.
 """
 
 from __future__ import annotations
@@ -228,8 +228,8 @@ def check(config: Config) -> None:
     rollout, loss, kl = config.rollout, config.loss, config.kl
     if rollout.generations == 1 and config.advantage.estimator != "running_baseline":
         raise UserError(
-            f"rollout.generations=1 leaves nothing to compare an answer with under "
-            f"advantage.estimator={config.advantage.estimator}: use at least 2 generations, or advantage.estimator=running_baseline"
+            f"rollout.generations=1 leaves advantage.estimator={config.advantage.estimator} nothing to compare an "
+            "answer with: use at least 2 generations, or advantage.estimator=running_baseline"
         )
     if loss.micro_batch and rollout.rows % loss.micro_batch:
         raise UserError(
