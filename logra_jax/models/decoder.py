@@ -1,0 +1,241 @@
+"""`CausalLM`: a decoder as a hashable handle with pure functions of a parameter tree.
+
+Parameters are a plain nested dict of arrays, stacked over layers on axis 0 (`layers/mlp/up_proj/kernel` is
+`[layers, in, out]`). The handle holds no array, so it can be a static argument of `jax.jit`.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache as memo
+from typing import Any, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from logra_jax._shapes import Array, Bool, Float, Int
+from logra_jax.errors import UserError
+from logra_jax.models.cache import Cache, LayerKV
+from logra_jax.models.config import ModelConfig
+from logra_jax.models.layers import DecoderLayer, Embedding, Linear, RMSNorm, rope_angles
+from logra_jax.models.names import name_table
+
+Params = dict[str, Any]
+DTYPES = ("float32", "bfloat16")
+
+# On a CPU the loop over layers costs about a seventh of a gradient, so a short stack is unrolled there.
+UNROLLED_LAYERS_ON_CPU = 8
+
+
+def check_dtype(name: str, value: Any) -> str:
+    """The name of a dtype that weights and computation may have, or a UserError naming the setting `name`."""
+    text = value if isinstance(value, str) else jnp.dtype(value).name
+    if text not in DTYPES:
+        raise UserError(f"{name} is {text!r}; choose {' or '.join(DTYPES)}")
+    return text
+
+
+class _Parts(NamedTuple):
+    """The static graphs of a model's modules, and shape and logical axes of each parameter (nested dicts)."""
+
+    graphs: dict[str, nnx.GraphDef]
+    shapes: Params
+    axes: Params
+
+
+@memo
+def _parts(config: ModelConfig) -> _Parts:
+    """Build the modules of `config` from shapes alone: nothing is allocated."""
+    modules: dict[str, nnx.Module] = {
+        "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
+        "layers": DecoderLayer(config),
+        "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
+    }
+    if not config.tie_word_embeddings:
+        modules["lm_head"] = Linear(config.hidden_size, config.vocab_size, axes=("embed", "vocab"))
+    parts = _Parts({}, {}, {})
+    for name, module in modules.items():
+        parts.graphs[name], state = nnx.split(module)
+        stacked = name == "layers"
+        lead, lead_axes = ((config.num_hidden_layers,), ("layers",)) if stacked else ((), ())
+        parts.shapes[name] = nnx.to_pure_dict(state, lambda p, lead=lead: lead + p.get_value().shape)
+        parts.axes[name] = nnx.to_pure_dict(state, lambda p, lead=lead_axes: lead + p.logical)
+    return parts
+
+
+def _is_tuple(node: object) -> bool:
+    return isinstance(node, tuple)
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """A decoder without its weights: configuration, and how to compute with a parameter tree.
+
+    compute_dtype: "float32" or "bfloat16", the activations' dtype; weights are cast to it where they are used,
+        while softmax, norm statistics, rotary angles and logits stay in float32.
+    remat: "none", or "full" to keep only each layer's input for the backward pass and compute the rest again.
+    scan_unroll: layers per turn of the layer loop; None unrolls short stacks on a CPU and nothing elsewhere.
+    source: the folder the weights came from, whose names, shards and side files `save_hf` keeps; None for none.
+    end_ids: every token id that ends a text; empty if the source names none. pad_id: the id to pad with.
+    """
+
+    config: ModelConfig
+    compute_dtype: str = "float32"
+    remat: str = "none"
+    scan_unroll: int | None = None
+    source: str | None = None
+    end_ids: tuple[int, ...] = ()
+    pad_id: int = 0
+
+    def __post_init__(self) -> None:
+        check_dtype("compute_dtype", self.compute_dtype)
+        if self.remat not in ("none", "full"):
+            raise UserError(f"remat is {self.remat!r}; choose 'none' or 'full'")
+        if self.scan_unroll is not None and self.scan_unroll < 1:
+            raise UserError(f"scan_unroll is {self.scan_unroll}; it counts layers and must be at least 1")
+
+    def replace(self, **changes: Any) -> "CausalLM":
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @overload
+    def hidden(self, params: Params, input_ids: Any, attention_mask: Any = ...) -> jax.Array: ...
+    @overload
+    def hidden(
+        self, params: Params, input_ids: Any, attention_mask: Any = ..., *, cache: Cache
+    ) -> tuple[jax.Array, Cache]: ...
+    def hidden(
+        self,
+        params: Params,
+        input_ids: Int[Array, "batch time"],
+        attention_mask: Int[Array, "batch time"] | Bool[Array, "batch time"] | None = None,
+        cache: Cache | None = None,
+    ) -> Any:
+        """Hidden states after the final norm, `[batch, time, hidden]` in the compute dtype.
+
+        attention_mask: 1 or True at real tokens (default: all are real); padding may be on either side and the
+            states at padding mean nothing. A token's position is the number of real tokens before it.
+        cache: keys and values of earlier tokens. The new tokens are written at slots `cache.index` onwards,
+            attend to all earlier valid slots, and the result is `(hidden, new cache)`.
+        """
+        batch, time = input_ids.shape
+        if attention_mask is None:
+            real = jnp.ones((batch, time), jnp.bool_)
+        else:
+            real = attention_mask.astype(jnp.bool_)
+        counted = jnp.cumsum(real.astype(jnp.int32), axis=1)
+        if cache is None:
+            slots, offset, valid, kv = time, 0, real, None
+            positions = jnp.maximum(counted - 1, 0)
+        else:
+            slots, offset = cache.valid.shape[1], cache.index
+            if time > slots:
+                raise ValueError(f"{time} new tokens do not fit a cache of {slots} slots")
+            valid = jax.lax.dynamic_update_slice(cache.valid, real, (jnp.zeros_like(offset), offset))
+            positions = jnp.maximum(counted + cache.lengths[:, None] - 1, 0)
+            kv = LayerKV(cache.k, cache.v, layer=jnp.zeros((), jnp.int32), index=cache.index)
+        seen = jnp.arange(slots)[None, :] <= (jnp.arange(time) + offset)[:, None]
+        mask = seen[None] & valid[:, None, :]
+
+        graphs = _parts(self.config).graphs
+        x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(input_ids, self.compute_dtype)
+        x, kv = self._layers(params["layers"], x, positions, mask, kv)
+        x = nnx.merge(graphs["norm"], params["norm"])(x)
+        if cache is None or kv is None:
+            return x
+        return x, Cache(kv.k, kv.v, valid, cache.lengths + counted[:, -1], cache.index + time)
+
+    def _layers(
+        self,
+        params: Params,
+        x: Float[Array, "batch time d"],
+        positions: Int[Array, "batch time"],
+        mask: Bool[Array, "batch time slots"],
+        kv: LayerKV | None,
+    ) -> tuple[jax.Array, LayerKV | None]:
+        """Run the stacked layers; a leaf may be any pytree whose arrays are stacked on axis 0."""
+        graph = _parts(self.config).graphs["layers"]
+        rope = rope_angles(positions, self.config, self.compute_dtype)
+
+        def layer(carry: tuple[jax.Array, LayerKV | None], values: Params) -> tuple[Any, None]:
+            x, kv = carry
+            x, kv = nnx.merge(graph, values)(x, rope, mask, kv)
+            return (x, None if kv is None else kv._replace(layer=kv.layer + 1)), None
+
+        if self.remat == "full":
+            # A scan body is its own computation, so nothing can be merged with the recomputed one.
+            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+        layers = self.config.num_hidden_layers
+        unroll = self.scan_unroll
+        if unroll is None:
+            unroll = layers if jax.default_backend() == "cpu" and layers <= UNROLLED_LAYERS_ON_CPU else 1
+        (x, kv), _ = jax.lax.scan(layer, (x, kv), params, length=layers, unroll=min(unroll, layers))
+        return x, kv
+
+    def logits(
+        self,
+        params: Params,
+        input_ids: Int[Array, "batch time"],
+        attention_mask: Int[Array, "batch time"] | Bool[Array, "batch time"] | None = None,
+    ) -> Float[Array, "batch time vocab"]:
+        """Logits of the next token at every position, in float32. See `hidden` for the mask."""
+        return project(self.hidden(params, input_ids, attention_mask), self.head(params))
+
+    def head(self, params: Params) -> Any:
+        """The output kernel `[hidden, vocab]` in its stored dtype: the transposed embedding where tied."""
+        if self.config.tie_word_embeddings:
+            return params["embed_tokens"]["embedding"].T
+        return params["lm_head"]["kernel"]
+
+    def init_cache(self, batch: int, length: int, dtype: Any = None) -> Cache:
+        """An empty cache for `length` slots, prompt and new tokens together; `dtype` defaults to compute_dtype."""
+        c = self.config
+        kept = jnp.dtype(self.compute_dtype if dtype is None else dtype)
+        shape = (c.num_hidden_layers, batch, length, c.num_key_value_heads, c.head_dim)
+        return Cache(
+            k=jnp.zeros(shape, kept),
+            v=jnp.zeros(shape, kept),
+            valid=jnp.zeros((batch, length), jnp.bool_),
+            lengths=jnp.zeros((batch,), jnp.int32),
+            index=jnp.zeros((), jnp.int32),
+        )
+
+    def abstract_params(self, dtype: Any = "float32") -> Params:
+        """Shapes of all parameters as `jax.ShapeDtypeStruct`s of that dtype."""
+        kind = jnp.dtype(check_dtype("dtype", dtype))
+        shapes = _parts(self.config).shapes
+        return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, kind), shapes, is_leaf=_is_tuple)
+
+    def logical_axes(self) -> Params:
+        """The parameter tree with a tuple of logical axis names, one per dimension, in place of each array."""
+        return jax.tree.map(lambda axes: axes, _parts(self.config).axes, is_leaf=_is_tuple)
+
+    def init_params(self, key: jax.Array, dtype: Any = "float32") -> Params:
+        """Random parameters: norms 1, biases 0, all else normal with deviation `config.initializer_range`."""
+        leaves, structure = jax.tree.flatten_with_path(self.abstract_params(dtype))
+
+        def draw(key: jax.Array, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            if path[-1].key == "scale":
+                return jnp.ones(leaf.shape, leaf.dtype)
+            if path[-1].key == "bias":
+                return jnp.zeros(leaf.shape, leaf.dtype)
+            wide = jax.random.normal(key, leaf.shape, jnp.float32) * self.config.initializer_range
+            return wide.astype(leaf.dtype)
+
+        keys = jax.random.split(key, len(leaves))
+        return structure.unflatten(
+            [draw(key, path, leaf) for key, (path, leaf) in zip(keys, leaves, strict=True)]
+        )
+
+    def weight_names(self) -> dict[str, tuple[str, ...]]:
+        """Every parameter path -> its Hugging Face tensor names, one per layer for a stacked leaf."""
+        layers = self.config.num_hidden_layers
+        return {path: name.names(layers) for path, name in name_table(self.config).items()}
+
+
+def project(hidden: Float[Array, "batch time d"], head: Any) -> Float[Array, "batch time vocab"]:
+    """Logits in float32 from hidden states and an output kernel `[d, vocab]` (an array or a sketch slot)."""
+    kernel = head.astype(hidden.dtype)
+    if isinstance(kernel, jax.Array):
+        return jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+    return (hidden @ kernel).astype(jnp.float32)

@@ -1,0 +1,169 @@
+"""Load a Hugging Face folder: everything is checked against the name table before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from logra_jax.errors import UserError
+from logra_jax.models.config import ModelConfig
+from logra_jax.models.decoder import CausalLM, Params, check_dtype
+from logra_jax.models.names import name_table
+from logra_jax.models.tensor_file import CODES, DTYPES, TensorFile, open_tensor_file
+from logra_jax.models.tokens import end_and_pad_ids
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TIED_HEAD = "lm_head.weight"
+
+
+def load_hf(
+    folder: str | Path,
+    dtype: Any = "float32",
+    *,
+    compute_dtype: Any = None,
+    shardings: Params | None = None,
+    rope_theta: float | None = None,
+    max_position_embeddings: int | None = None,
+) -> tuple[CausalLM, Params]:
+    """Load a Qwen2, Qwen2.5, Qwen3 or Llama folder as `(model, params)`.
+
+    dtype: of the parameters, "float32" or "bfloat16", whatever the file stores. compute_dtype: of the
+        activations, by default the same.
+    shardings: tree like the parameters, of shardings to place each leaf with (default: one device).
+    rope_theta, max_position_embeddings: override config.json, and are saved by `save_hf`.
+
+    One stacked leaf at a time is assembled in host memory. Raises UserError for a folder that is incomplete,
+    damaged, or of a model that this decoder does not compute exactly; nothing is ever skipped or made up.
+    """
+    folder = Path(folder)
+    dtype = check_dtype("dtype", dtype)
+    compute_dtype = dtype if compute_dtype is None else check_dtype("compute_dtype", compute_dtype)
+    raw = read_json(folder, "config.json")
+    config = ModelConfig.from_hf(
+        raw,
+        where=str(folder / "config.json"),
+        rope_theta=rope_theta,
+        max_position_embeddings=max_position_embeddings,
+    )
+    end_ids, pad_id = end_and_pad_ids(folder, raw)
+    model = CausalLM(
+        config, compute_dtype=compute_dtype, source=str(folder.resolve()), end_ids=end_ids, pad_id=pad_id
+    )
+    files = open_shards(folder)
+    check_tensors(folder, model, files)
+    home = {name: file for file in files for name in file.entries}
+    table = name_table(config)
+    places = None if shardings is None else flatten_dict(shardings, sep="/")
+    loaded: dict[str, jax.Array] = {}
+    for path, leaf in flatten_dict(model.abstract_params(dtype), sep="/").items():
+        stack = np.empty(leaf.shape, DTYPES[CODES[dtype]])
+        names = table[path].names(config.num_hidden_layers)
+        for row, name in zip(stack if path.startswith("layers/") else [stack], names, strict=True):
+            value = home[name].read(name)
+            row[...] = value.T if table[path].transpose else value
+        loaded[path] = jax.device_put(stack, None if places is None else places[path])
+    return model, unflatten_dict(loaded, sep="/")
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object from a file of the folder; raises UserError if there is none."""
+    path = folder / name
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give the path of a model in Hugging Face format")
+    if not path.is_file():
+        raise UserError(f"{path} is missing; a model folder has it beside its weights")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); fetch it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object; fetch it again")
+    return content
+
+
+def open_shards(folder: Path) -> list[TensorFile]:
+    """The folder's weight files with checked headers: those of the index, or the single file.
+
+    Raises UserError for missing shards (all of them named), weights files beside those of the index, and
+    tensors that are not where the index says, or in two files.
+    """
+    present = {path.name for path in folder.glob("model*.safetensors")}
+    if not (folder / INDEX).is_file():
+        if SINGLE not in present:
+            other = sorted(path.name for path in folder.glob("*.bin"))
+            hint = f" (found {', '.join(other)}: convert to safetensors first)" if other else ""
+            raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
+        if present != {SINGLE}:
+            raise UserError(f"{folder} holds {listing(present - {SINGLE})} beside {SINGLE} but no {INDEX}")
+        return [open_tensor_file(folder / SINGLE)]
+    weight_map = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise UserError(f"{folder / INDEX} has no weight_map of tensor names to file names; fetch it again")
+    wanted = set(weight_map.values())
+    if missing := {name for name in wanted if not (folder / name).is_file()}:
+        raise UserError(
+            f"{folder} lacks {listing(missing)}, named in {INDEX}: the download is incomplete, run it again"
+        )
+    if extra := present - wanted:
+        raise UserError(f"{folder} holds {listing(extra)}, which {INDEX} does not name; remove what is stale")
+    files = [open_tensor_file(folder / name) for name in sorted(wanted)]
+    for file in files:
+        listed = {name for name, place in weight_map.items() if place == file.path.name}
+        if lost := listed - set(file.entries):
+            raise UserError(f"{file.path} lacks {listing(lost)}, which {INDEX} places there; fetch both again")
+        for name in sorted(set(file.entries) - listed):
+            place = f"places in {weight_map[name]}" if name in weight_map else "does not name"
+            raise UserError(f"{file.path} holds the tensor {name!r}, which {INDEX} {place}; fetch both again")
+    return files
+
+
+def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) -> None:
+    """Every expected tensor is there in its shape and nothing else is, or UserError."""
+    expected = hf_shapes(model)
+    found: dict[str, TensorFile] = {name: file for file in files for name in file.entries}
+    allowed = set(expected)
+    if model.config.tie_word_embeddings:
+        allowed.add(TIED_HEAD)  # a head stored beside the flag is ignored: the flag decides
+    if missing := set(expected) - set(found):
+        hint = "the folder is incomplete or config.json belongs to another model"
+        if missing == {TIED_HEAD}:
+            hint = "tie_word_embeddings is false, so the output head must be stored"
+        raise UserError(f"{folder} lacks {listing(missing)}: {hint}")
+    if extra := set(found) - allowed:
+        where = found[min(extra)].path.name
+        raise UserError(
+            f"{folder / where} holds {listing(extra)}, which a {model.config.model_type} model of this "
+            f"config.json does not have; loading would drop it, so check that config.json fits the weights"
+        )
+    for name, shape in expected.items():
+        entry = found[name].entries[name]
+        if entry.shape != shape:
+            raise UserError(
+                f"{found[name].path}: tensor {name!r} has shape {list(entry.shape)}, expected {list(shape)} "
+                f"from config.json; check that the two belong together"
+            )
+
+
+def hf_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the model's files -> its shape there (linear weights are `[out, in]`)."""
+    out = {}
+    layers = model.config.num_hidden_layers
+    shapes: Mapping[str, Any] = flatten_dict(model.abstract_params(), sep="/")
+    for path, name in name_table(model.config).items():
+        shape = shapes[path].shape[1:] if path.startswith("layers/") else shapes[path].shape
+        out |= dict.fromkeys(name.names(layers), shape[::-1] if name.transpose else shape)
+    return out
+
+
+def listing(names: Iterable[str]) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 6} more" if len(ordered) > 6 else ""
+    return ", ".join(ordered[:6]) + more
