@@ -1,0 +1,216 @@
+"""Token log-probabilities in chunks of positions, and the policy loss with counts from outside.
+
+Every function works on any part of a step's rows: the parts' losses, gradients and sums add up to those of
+the whole step, because the counts of the whole step are passed in.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from logra_jax._shapes import Array, Bool, Float, Int
+
+LOGIT_FLOOR = -1e30  # stands for -inf: 0 * -1e30 is 0 where 0 * -inf is NaN, in the value and in the gradient
+LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: far beyond any useful ratio, far below float32's overflow
+CHUNK_ELEMENTS = 2**26  # logits that may exist at a time by default: 256 MiB in float32
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Which policy loss; see `policy_loss` for the formula.
+
+    aggregation: "token" is the mean over the step's valid tokens, "sequence" the mean over its valid rows of
+    each row's mean over its own tokens. clip_low, clip_high: the ratio is held in [1 - clip_low, 1 +
+    clip_high]; a side that is None does not clip. importance_cap: largest weight for what the trainer finds
+    likelier than the sampler did; None leaves the weights out. reference_kl: factor of the KL to the
+    reference policy.
+    """
+
+    aggregation: str = "token"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    importance_cap: float | None = None
+    reference_kl: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in ("token", "sequence"):
+            raise ValueError(f"aggregation must be 'token' or 'sequence', not {self.aggregation!r}")
+
+
+class LossSums(NamedTuple):
+    """Sums over the valid tokens, float32 scalars without gradient.
+
+    They add up over the parts of a step and give means when divided by `tokens`.     loss: the part of the
+    loss (already divided by the step's counts); clipped: tokens whose gradient the clip cuts; entropy: nats,
+    at the sampling temperature; ratio: exp(logp - old); step_kl, reference_kl: k3 estimates of KL(new || old)
+    and KL(new || reference), nats; importance: the truncated weight; capped: tokens whose weight was cut;
+    mismatch: rollout logp - logp, nats, and ended_tokens: their number, both over rows that ended by
+    themselves.
+    """
+
+    loss: Array
+    tokens: Array
+    clipped: Array
+    entropy: Array
+    ratio: Array
+    step_kl: Array
+    reference_kl: Array
+    importance: Array
+    capped: Array
+    mismatch: Array
+    ended_tokens: Array
+
+
+def scaled_logits(
+    hidden: Float[Array, "*rows d"], head: Float[Array, "d v"], temperature: float | Array
+) -> Float[Array, "*rows v"]:
+    """float32 logits / temperature; the one formula of both sampler and trainer. -inf becomes LOGIT_FLOOR."""
+    logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return jnp.maximum(logits / temperature, LOGIT_FLOOR)
+
+
+def entropy_of(logits: Float[Array, "*rows v"]) -> Float[Array, "*rows"]:
+    """Entropy of softmax(logits), nats. A logit of -inf is a token of probability 0, in the gradient too."""
+    logits = jnp.maximum(logits, LOGIT_FLOOR)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return total - jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
+
+
+def token_logprobs(
+    hidden: Float[Array, "b c d"],
+    head: Float[Array, "d v"],
+    targets: Int[Array, "b c"],
+    temperature: float | Array,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "b c"], Float[Array, "b c"]]:
+    """(log softmax(hidden @ head / temperature)[targets], entropy in nats), both float32 [B, C].
+
+    hidden [B, C, D]: the final hidden states of the positions that predict `targets` [B, C]. head [D, V]:
+    output head, cut by the caller to the ids that may be sampled. chunk: positions of every row taken at a
+    time, under `jax.checkpoint`, so that [B, chunk, V] is the largest array alive in either direction; None
+    takes as many as keep it below 256 MiB. Chunks run along the positions, not over flattened tokens: rows
+    stay on their devices.
+    """
+    batch, length, _ = hidden.shape
+    if chunk is None:
+        chunk = max(1, CHUNK_ELEMENTS // max(1, batch * head.shape[1]))
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 position, not {chunk}")
+    count = max(1, -(-length // chunk))
+    size = -(-length // count)
+
+    @jax.checkpoint
+    def piece(hidden, targets):
+        logits = scaled_logits(hidden, head, temperature)
+        # A comparison instead of a gather: no scatter in the gradient, and the vocabulary may be sharded.
+        chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+        picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
+        return picked - jax.nn.logsumexp(logits, axis=-1), entropy_of(logits)
+
+    if count == 1:
+        return piece(hidden, targets)
+    pad = count * size - length
+    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(batch, count, size, -1)
+    targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(batch, count, size)
+    parts = jax.lax.map(lambda xs: piece(*xs), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
+    logprobs, entropy = (x.swapaxes(0, 1).reshape(batch, -1)[:, :length] for x in parts)
+    return logprobs, entropy
+
+
+def policy_loss(
+    logprobs: Float[Array, "b c"],
+    entropy: Float[Array, "b c"],
+    old_logprobs: Float[Array, "b c"] | None,
+    rollout_logprobs: Float[Array, "b c"],
+    ref_logprobs: Float[Array, "b c"] | None,
+    advantages: Float[Array, "b"],
+    mask: Bool[Array, "b c"],
+    ended: Bool[Array, "b c"],
+    settings: LossSettings,
+    *,
+    total_tokens: Float[Array, ""],
+    total_sequences: Float[Array, ""],
+) -> tuple[Float[Array, ""], LossSums]:
+    """The part of the step's policy loss that falls on these rows, and its sums. Arrays float32, masks bool.
+
+    Per valid token, with ratio = exp(logp - old) and A the row's advantage:
+
+        loss = -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) + reference_kl k3(ref - logp)
+        w    = min(exp(old - rollout), importance_cap), no gradient; 1 where importance_cap is None
+        k3(d) = exp(d) - d - 1
+
+    old_logprobs None stands for the current policy: ratio 1, the plain policy gradient. mask: valid tokens;
+    ended: those of them whose response ended by itself. total_tokens and total_sequences count the valid
+    tokens and rows of the whole step, so that the parts of a split batch add up to exactly one mean.
+
+    Values at masked positions, NaN included, touch neither the loss nor the gradient, and log ratios are
+    bounded to +-20 before `exp`. A step without a valid token has loss 0 and gradient 0. Raises ValueError
+    where reference_kl is set and ref_logprobs is None.
+    """
+    if settings.reference_kl and ref_logprobs is None:
+        raise ValueError("reference_kl needs ref_logprobs")
+
+    def valid(values):
+        # Selecting before the arithmetic: multiplying by the mask afterwards turns 0 * inf into NaN.
+        return jnp.where(mask, values, 0.0)
+
+    logprobs = valid(logprobs)
+    old = jax.lax.stop_gradient(logprobs if old_logprobs is None else valid(old_logprobs))
+    ratio = jnp.exp(_bounded(logprobs - old))
+    scale = jnp.where(jnp.any(mask, axis=1), advantages, 0.0)[:, None]
+    plain = ratio * scale
+    low = -jnp.inf if settings.clip_low is None else 1.0 - settings.clip_low
+    high = jnp.inf if settings.clip_high is None else 1.0 + settings.clip_high
+    clip = jnp.clip(ratio, low, high) * scale
+    # Only where the clipped branch is strictly the smaller one is a token's gradient cut. A selection by that
+    # condition, because the gradient of minimum() and clip() is halved where both sides are equal.
+    clipped = mask & (clip < plain)
+    surrogate = jnp.where(clipped, clip, plain)
+
+    weight = jnp.ones_like(ratio)
+    capped = jnp.zeros_like(mask)
+    if settings.importance_cap is not None:
+        raw = jnp.exp(_bounded(old - valid(rollout_logprobs)))
+        weight = jax.lax.stop_gradient(jnp.minimum(raw, settings.importance_cap))
+        capped = mask & (raw > settings.importance_cap)
+    per_token = valid(-weight * surrogate)
+
+    kl = jnp.zeros_like(logprobs)
+    if ref_logprobs is not None:
+        kl = _k3(valid(jax.lax.stop_gradient(ref_logprobs)) - logprobs)
+        if settings.reference_kl:
+            per_token = per_token + settings.reference_kl * kl
+
+    if settings.aggregation == "token":
+        loss = jnp.sum(per_token) / jnp.maximum(total_tokens, 1.0)
+    else:
+        lengths = jnp.sum(mask, axis=1, dtype=jnp.float32)
+        loss = jnp.sum(jnp.sum(per_token, axis=1) / jnp.maximum(lengths, 1.0))
+        loss = loss / jnp.maximum(total_sequences, 1.0)
+
+    sums = LossSums(
+        loss=loss,
+        tokens=jnp.sum(mask, dtype=jnp.float32),
+        clipped=jnp.sum(clipped, dtype=jnp.float32),
+        entropy=jnp.sum(valid(entropy)),
+        ratio=jnp.sum(valid(ratio)),
+        step_kl=jnp.sum(_k3(old - logprobs)),
+        reference_kl=jnp.sum(kl),
+        importance=jnp.sum(valid(weight)),
+        capped=jnp.sum(capped, dtype=jnp.float32),
+        mismatch=jnp.sum(jnp.where(ended, valid(rollout_logprobs) - logprobs, 0.0)),
+        ended_tokens=jnp.sum(mask & ended, dtype=jnp.float32),
+    )
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def _bounded(log_ratio: Array) -> Array:
+    return jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _k3(log_ratio: Array) -> Array:
+    """exp(d) - d - 1 >= 0, the low-variance estimate of a KL divergence; expm1 keeps it exact near d = 0."""
+    bounded = _bounded(log_ratio)
+    return jnp.expm1(bounded) - bounded
