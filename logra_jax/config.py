@@ -59,8 +59,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     """Read a YAML file (None: the packaged demo), apply `key=value` overrides, and check everything.
 
     On the command line the value of a text setting is taken literally, without quotes; everything else is
-    read as YAML (`null`, `true`, `1e-6`, `[a,b]`). `${key}` refers to another key that is set in the file or on
-    the command line. Raises UserError.
+    read as YAML (`null`, `true`, `1e-6`, `[a,b]`). `${key}` refers to another key set in the file or
+    on the command line. Raises UserError.
     """
     file = PACKAGED / "demo.yaml" if path is None else Path(path)
     merged, places = _read_file(file)

@@ -125,7 +125,7 @@ class Optimizer:
     preserve_norm: bool | None = _f(
         None, "logra: norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no"
     )
-    b1: float = _f(0.0, "decay of the first moment", "[0, 1)")
+    b1: float | None = _f(None, "decay of the first moment; null: 0 for logra, 0.9 for adamw", "[0, 1)")
     b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
     eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")
     update_ratio: float | None = _f(
@@ -228,8 +228,8 @@ def check(config: Config) -> None:
     rollout, loss, kl = config.rollout, config.loss, config.kl
     if rollout.generations == 1 and config.advantage.estimator != "running_baseline":
         raise UserError(
-            f"rollout.generations=1 leaves advantage.estimator={config.advantage.estimator} nothing to compare an "
-            "answer with: use at least 2 generations, or advantage.estimator=running_baseline"
+            f"rollout.generations=1 leaves advantage.estimator={config.advantage.estimator} nothing to "
+            "compare an answer with: use at least 2 generations, or advantage.estimator=running_baseline"
         )
     if loss.micro_batch and rollout.rows % loss.micro_batch:
         raise UserError(
