@@ -1,0 +1,133 @@
+"""The grading worker: one process, one request at a time, nothing of jax imported unless a reward function does.
+
+Started by logra_jax.rl.reward as `python -m logra_jax.rl.grading KIND LIMIT`, it talks JSON lines over the pipes that
+were its stdin and stdout; whatever graded code prints goes nowhere. Requests and replies hold plain values only:
+
+    {"seconds": 5.0, "gold": text, "completion": text}                      -> {"score": 1.0}     kind "math"
+    {"seconds": 5.0, "prompts": [..], "completions": [..], "columns": {..}} -> {"scores": [..]}   kind "module:function"
+
+A reply is {"error": last line of the traceback} where the graded code raised, {"late": true} where it took longer than
+`seconds`, {"bad_gold": reason} where the gold answer cannot be used. Code that never comes back to Python is killed
+by the other side of the pipe, or, if that is gone, by the timer that counts this process's own CPU time.
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MATH_MEMORY = 2 << 30  # bytes of address space for the answer checker
+GRACE = 5.0  # seconds of CPU time past the limit after which the kernel ends this process
+
+
+class OutOfTime(BaseException):
+    """Raised by the alarm inside graded code; no Exception, so that its handlers do not swallow it."""
+
+
+def main() -> None:
+    """Serves requests until stdin ends."""
+    kind = sys.argv[1]
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nowhere, descriptor)
+    sys.set_int_max_str_digits(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which closes its workers
+    signal.signal(signal.SIGALRM, _out_of_time)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    _sacrifice()
+    try:
+        grade = _math() if kind == "math" else _function(kind)
+    except Exception as error:
+        _write(replies, {"error": _last_line(error)})
+        return
+    _write(replies, {"ready": True})
+    for line in requests:
+        request = json.loads(line)
+        _write(replies, _limited(grade, request, request.pop("seconds")))
+
+
+def _math() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    import logging
+    import resource
+
+    from logra_jax.rl.math_answer import BadGold, score
+
+    logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY, MATH_MEMORY))
+
+    def grade(request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"score": score(request["gold"], request["completion"])}
+        except BadGold as error:
+            return {"bad_gold": str(error)}
+
+    return grade
+
+
+def _function(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    module, _, name = kind.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # functions in the current directory
+    function = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    if not callable(function):
+        raise TypeError(f"{kind} is not callable")
+
+    def grade(request: dict[str, Any]) -> dict[str, Any]:
+        scores = function(request["prompts"], request["completions"], request["columns"])
+        scores = [None if score is None else float(score) for score in scores]
+        if len(scores) != len(request["completions"]):
+            raise ValueError(f"{len(scores)} rewards for {len(request['completions'])} completions")
+        return {"scores": scores}
+
+    return grade
+
+
+def _limited(grade: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any], seconds: float) -> Any:
+    """The reply to one request; the alarm repeats, since a `finally` or a bare `except` may swallow the first."""
+    signal.setitimer(signal.ITIMER_PROF, seconds + GRACE)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 0.2)
+        try:
+            return grade(request)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    except OutOfTime:
+        return {"late": True}
+    except (Exception, SystemExit) as error:
+        return {"error": _last_line(error)}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+
+def _out_of_time(signum: int, frame: Any) -> None:
+    raise OutOfTime
+
+
+def _sacrifice() -> None:
+    """Out of memory, the kernel should end this process and not the trainer (Linux; elsewhere nothing to do)."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass
+
+
+def _last_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[-1]}" if text else type(error).__name__
+
+
+def _write(replies: Any, message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()
