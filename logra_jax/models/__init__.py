@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from logra_jax.models.hf import load_hf
     from logra_jax.models.save import save_hf
 
-_HOMES = {"Cache": "cache", "ModelConfig": "config", "CausalLM": "decoder", "load_hf": "hf", "save_hf": "save"}
+_HOMES = {
+    "Cache": "cache",
+    "ModelConfig": "config",
+    "CausalLM": "decoder",
+    "load_hf": "hf",
+    "save_hf": "save",
+}
 
 __all__ = ["Cache", "CausalLM", "ModelConfig", "load_hf", "save_hf"]
 

@@ -109,7 +109,7 @@ class ModelConfig:
         return _Reader(raw, where).config(rope_theta, max_position_embeddings)
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
-        """The `config.json` of a model that never had one (current dialect); `dtype` is that of the weights."""
+        """The `config.json` of a model that never had one (current dialect); `dtype`: of its weights."""
         out: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.model_type]],
             "dtype": dtype,
@@ -118,8 +118,8 @@ class ModelConfig:
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
         }
         same = (
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-            "head_dim rms_norm_eps max_position_embeddings tie_word_embeddings initializer_range"
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim "
+            "num_key_value_heads rms_norm_eps max_position_embeddings tie_word_embeddings initializer_range"
         )
         out |= {name: getattr(self, name) for name in same.split()}
         if self.model_type == "qwen2":
@@ -189,7 +189,9 @@ class _Reader:
             self.refuse("hidden_act", act, "only 'silu' is supported")
         for name in ("use_sliding_window", "use_mrope"):
             if self.key(name, (bool,)):
-                self.refuse(name, True, "only full attention over plain positions is supported; set it to false")
+                self.refuse(
+                    name, True, "only full attention over plain positions is supported; set it to false"
+                )
         layers = self.key("num_hidden_layers", (int,))
         kinds = self.key("layer_types", (list,))
         if kinds is not None and set(kinds) != {"full_attention"}:

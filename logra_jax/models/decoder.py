@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.errors import UserError
@@ -36,11 +37,11 @@ def check_dtype(name: str, value: Any) -> str:
 
 
 class _Parts(NamedTuple):
-    """The static graphs of a model's modules, and shape and logical axes of each parameter (nested dicts)."""
+    """The static graphs of a model's modules, and shape and logical axes of each parameter by path."""
 
     graphs: dict[str, nnx.GraphDef]
-    shapes: Params
-    axes: Params
+    shapes: dict[str, tuple[int, ...]]
+    axes: dict[str, tuple[str, ...]]
 
 
 @memo
@@ -58,24 +59,22 @@ def _parts(config: ModelConfig) -> _Parts:
         parts.graphs[name], state = nnx.split(module)
         stacked = name == "layers"
         lead, lead_axes = ((config.num_hidden_layers,), ("layers",)) if stacked else ((), ())
-        parts.shapes[name] = nnx.to_pure_dict(state, lambda p, lead=lead: lead + p.get_value().shape)
-        parts.axes[name] = nnx.to_pure_dict(state, lambda p, lead=lead_axes: lead + p.logical)
+        for path, leaf in nnx.to_flat_state(state):
+            key = "/".join([name, *map(str, path)])
+            parts.shapes[key] = lead + leaf.get_value().shape
+            parts.axes[key] = lead_axes + leaf.logical
     return parts
-
-
-def _is_tuple(node: object) -> bool:
-    return isinstance(node, tuple)
 
 
 @dataclass(frozen=True)
 class CausalLM:
     """A decoder without its weights: configuration, and how to compute with a parameter tree.
 
-    compute_dtype: "float32" or "bfloat16", the activations' dtype; weights are cast to it where they are used,
-        while softmax, norm statistics, rotary angles and logits stay in float32.
+    compute_dtype: "float32" or "bfloat16", the activations' dtype; weights are cast to it where they are
+        used, while softmax, norm statistics, rotary angles and logits stay in float32.
     remat: "none", or "full" to keep only each layer's input for the backward pass and compute the rest again.
     scan_unroll: layers per turn of the layer loop; None unrolls short stacks on a CPU and nothing elsewhere.
-    source: the folder the weights came from, whose names, shards and side files `save_hf` keeps; None for none.
+    source: the folder the weights came from, whose names, shards and side files `save_hf` keeps, or None.
     end_ids: every token id that ends a text; empty if the source names none. pad_id: the id to pad with.
     """
 
@@ -113,9 +112,9 @@ class CausalLM:
     ) -> Any:
         """Hidden states after the final norm, `[batch, time, hidden]` in the compute dtype.
 
-        attention_mask: 1 or True at real tokens (default: all are real); padding may be on either side and the
-            states at padding mean nothing. A token's position is the number of real tokens before it.
-        cache: keys and values of earlier tokens. The new tokens are written at slots `cache.index` onwards,
+        attention_mask: 1 or True at real tokens (default: all are real); padding may be on either side and
+            the states at padding mean nothing. A token's position is the number of real tokens before it.
+        cache: keys and values of earlier tokens. The new tokens are written at slots `cache.slot` onwards,
             attend to all earlier valid slots, and the result is `(hidden, new cache)`.
         """
         batch, time = input_ids.shape
@@ -125,15 +124,15 @@ class CausalLM:
             real = attention_mask.astype(jnp.bool_)
         counted = jnp.cumsum(real.astype(jnp.int32), axis=1)
         if cache is None:
-            slots, offset, valid, kv = time, 0, real, None
+            slots, offset, valid, kv = time, jnp.zeros((), jnp.int32), real, None
             positions = jnp.maximum(counted - 1, 0)
         else:
-            slots, offset = cache.valid.shape[1], cache.index
+            slots, offset = cache.valid.shape[1], cache.slot
             if time > slots:
                 raise ValueError(f"{time} new tokens do not fit a cache of {slots} slots")
             valid = jax.lax.dynamic_update_slice(cache.valid, real, (jnp.zeros_like(offset), offset))
             positions = jnp.maximum(counted + cache.lengths[:, None] - 1, 0)
-            kv = LayerKV(cache.k, cache.v, layer=jnp.zeros((), jnp.int32), index=cache.index)
+            kv = LayerKV(cache.k, cache.v, layer=jnp.zeros((), jnp.int32), slot=cache.slot)
         seen = jnp.arange(slots)[None, :] <= (jnp.arange(time) + offset)[:, None]
         mask = seen[None] & valid[:, None, :]
 
@@ -143,7 +142,7 @@ class CausalLM:
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
             return x
-        return x, Cache(kv.k, kv.v, valid, cache.lengths + counted[:, -1], cache.index + time)
+        return x, Cache(kv.k, kv.v, valid, cache.lengths + counted[:, -1], cache.slot + time)
 
     def _layers(
         self,
@@ -188,7 +187,7 @@ class CausalLM:
         return params["lm_head"]["kernel"]
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> Cache:
-        """An empty cache for `length` slots, prompt and new tokens together; `dtype` defaults to compute_dtype."""
+        """An empty cache of `length` slots, for prompt and new tokens; `dtype`: by default compute_dtype."""
         c = self.config
         kept = jnp.dtype(self.compute_dtype if dtype is None else dtype)
         shape = (c.num_hidden_layers, batch, length, c.num_key_value_heads, c.head_dim)
@@ -197,18 +196,18 @@ class CausalLM:
             v=jnp.zeros(shape, kept),
             valid=jnp.zeros((batch, length), jnp.bool_),
             lengths=jnp.zeros((batch,), jnp.int32),
-            index=jnp.zeros((), jnp.int32),
+            slot=jnp.zeros((), jnp.int32),
         )
 
     def abstract_params(self, dtype: Any = "float32") -> Params:
         """Shapes of all parameters as `jax.ShapeDtypeStruct`s of that dtype."""
         kind = jnp.dtype(check_dtype("dtype", dtype))
         shapes = _parts(self.config).shapes
-        return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, kind), shapes, is_leaf=_is_tuple)
+        return unflatten_dict({p: jax.ShapeDtypeStruct(shape, kind) for p, shape in shapes.items()}, sep="/")
 
     def logical_axes(self) -> Params:
-        """The parameter tree with a tuple of logical axis names, one per dimension, in place of each array."""
-        return jax.tree.map(lambda axes: axes, _parts(self.config).axes, is_leaf=_is_tuple)
+        """The parameter tree with a tuple of logical axis names, one per dimension, for each array."""
+        return unflatten_dict(_parts(self.config).axes, sep="/")
 
     def init_params(self, key: jax.Array, dtype: Any = "float32") -> Params:
         """Random parameters: norms 1, biases 0, all else normal with deviation `config.initializer_range`."""
@@ -223,9 +222,8 @@ class CausalLM:
             return wide.astype(leaf.dtype)
 
         keys = jax.random.split(key, len(leaves))
-        return structure.unflatten(
-            [draw(key, path, leaf) for key, (path, leaf) in zip(keys, leaves, strict=True)]
-        )
+        drawn = [draw(key, path, leaf) for key, (path, leaf) in zip(keys, leaves, strict=True)]
+        return jax.tree.unflatten(structure, drawn)
 
     def weight_names(self) -> dict[str, tuple[str, ...]]:
         """Every parameter path -> its Hugging Face tensor names, one per layer for a stacked leaf."""

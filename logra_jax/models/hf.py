@@ -117,7 +117,9 @@ def open_shards(folder: Path) -> list[TensorFile]:
     for file in files:
         listed = {name for name, place in weight_map.items() if place == file.path.name}
         if lost := listed - set(file.entries):
-            raise UserError(f"{file.path} lacks {listing(lost)}, which {INDEX} places there; fetch both again")
+            raise UserError(
+                f"{file.path} lacks {listing(lost)}, which {INDEX} places there; fetch both again"
+            )
         for name in sorted(set(file.entries) - listed):
             place = f"places in {weight_map[name]}" if name in weight_map else "does not name"
             raise UserError(f"{file.path} holds the tensor {name!r}, which {INDEX} {place}; fetch both again")
@@ -153,7 +155,7 @@ def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) ->
 
 def hf_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model's files -> its shape there (linear weights are `[out, in]`)."""
-    out = {}
+    out: dict[str, tuple[int, ...]] = {}
     layers = model.config.num_hidden_layers
     shapes: Mapping[str, Any] = flatten_dict(model.abstract_params(), sep="/")
     for path, name in name_table(model.config).items():

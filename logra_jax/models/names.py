@@ -1,7 +1,7 @@
-"""The one table between parameter paths and Hugging Face tensor names. Free of jax, for rollout engines too.
+"""The one table between parameter paths and Hugging Face tensor names. Free of jax, for rollout engines.
 
-A Hugging Face linear weight is `[out, in]`; the kernel here is its transpose `[in, out]`. Layers are stacked on
-axis 0 here and numbered in the name there.
+A Hugging Face linear weight is `[out, in]`; the kernel here is its transpose `[in, out]`. Layers are stacked
+on axis 0 here and numbered in the name there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from logra_jax.models.config import ModelConfig
 
 
 class HfName(NamedTuple):
-    """Where a leaf lives in a Hugging Face file: its name, with `{}` for the layer number of a stacked leaf."""
+    """Where a leaf lives in a Hugging Face file: its name, with `{}` for the layer of a stacked leaf."""
 
     template: str
     transpose: bool = False

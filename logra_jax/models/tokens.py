@@ -59,7 +59,7 @@ def _token(tokenizer: Mapping[str, Any], key: str, vocabulary: Mapping[str, int]
     """The id of a special token, given as text or as a record with `content`, where the tokenizer has it."""
     token = tokenizer.get(key)
     text = token.get("content") if isinstance(token, dict) else token
-    return [vocabulary[text]] if text in vocabulary else []
+    return [vocabulary[text]] if isinstance(text, str) and text in vocabulary else []
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:
