@@ -121,7 +121,10 @@ class Optimizer:
     targets: tuple[str, ...] | None = _f(
         None, "logra: regexes on weight names; null: attention and MLP projections"
     )
-    others: Literal["frozen", "adamw"] = _f("frozen", "logra: what happens to all other weights")
+    others: Literal["frozen", "adamw"] = _f("frozen", "what happens to weights that are not targets")
+    others_learning_rate: float | None = _f(
+        None, "logra: learning rate of the others; null: learning_rate", "(0, inf)"
+    )
     preserve_norm: bool | None = _f(
         None, "logra: norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no"
     )
@@ -245,6 +248,7 @@ def check(config: Config) -> None:
                 f"kl.{key}={count} is more than the {rollout.rows} answers of an update "
                 f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
             )
+    _check_batches(config)
     _check_optimizer(config)
     if config.eval.samples > 1 and config.eval.temperature == 0:
         raise UserError(
@@ -254,6 +258,17 @@ def check(config: Config) -> None:
     if "{prompt}" not in config.data.prompt_format:
         raise UserError(f"data.prompt_format={config.data.prompt_format!r} must contain {{prompt}}")
     _check_reward(config.reward)
+
+
+def _check_batches(config: Config) -> None:
+    updates = config.loss.updates_per_batch
+    for key, value in (
+        ("steps", config.steps),
+        ("eval.every", config.eval.every),
+        ("checkpoint.every", config.checkpoint.every),
+    ):
+        if value % updates:
+            raise UserError(f"{key}={value} must be a multiple of loss.updates_per_batch={updates}")
 
 
 def _check_optimizer(config: Config) -> None:
@@ -275,6 +290,13 @@ def _check_optimizer(config: Config) -> None:
         raise UserError(
             f"optimizer.update_ratio={ratio} and optimizer.learning_rate={rate} exclude each other: "
             "set one of them to null"
+        )
+    if (
+        optimizer.name == "logra" and optimizer.others == "adamw" and rate is None
+        and optimizer.others_learning_rate is None
+    ):  # fmt: skip
+        raise UserError(
+            "optimizer.others=adamw needs optimizer.others_learning_rate: update_ratio is for the targets only"
         )
     if optimizer.warmup >= config.steps and optimizer.warmup:
         raise UserError(f"optimizer.warmup={optimizer.warmup} must be smaller than steps={config.steps}")
