@@ -56,7 +56,15 @@ def score(gold: str, completion: str) -> float:
     try:
         bound(got)
         return float(equal(want, got))
-    except (TooLarge, RecursionError, ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError):
+    except (
+        TooLarge,
+        RecursionError,
+        ArithmeticError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        NotImplementedError,
+    ):
         return 0.0  # sympy raises any of these on expressions that it cannot handle: not shown to be equal
 
 
@@ -104,7 +112,9 @@ def _same_ratio(target: str, answer: str) -> bool:
     if any(re.fullmatch(r"\s*\d{1,2}(\s*:\s*\d{2})+.*", text) for text in (target, answer)):
         return re.sub(r"\s", "", target) == re.sub(r"\s", "", answer)
     sides = [[_parse(part) for part in re.split(r"(?<!\\):", text)] for text in (target, answer)]
-    if len(sides[0]) != len(sides[1]) or not all(isinstance(part, sympy.Expr) for side in sides for part in side):
+    if len(sides[0]) != len(sides[1]) or not all(
+        isinstance(part, sympy.Expr) for side in sides for part in side
+    ):
         return False
     for side in sides:
         for part in side:
@@ -122,7 +132,9 @@ def _parse(text: str) -> Any:
     for config in (_WITH_UNITS, _WITHOUT_UNITS):
         try:
             normal = normalize_latex(text, config)
-            parsed = latex2sympy(normal, is_real=not should_treat_as_complex(normal), normalization_config=None)
+            parsed = latex2sympy(
+                normal, is_real=not should_treat_as_complex(normal), normalization_config=None
+            )
         except Exception:  # noqa: S112 - the parser signals bad LaTeX by bare Exceptions
             continue
         if isinstance(parsed, sympy.Basic | sympy.MatrixBase) and not parsed.has(sympy.nan, sympy.zoo):

@@ -54,7 +54,9 @@ def bound(expr: Any) -> float:
                 raise TooLarge
         elif isinstance(expr, sympy.factorial | sympy.gamma):
             digits = _factorial_digits(_size(expr.args[0]))
-        elif isinstance(expr, sympy.factorial2 | sympy.subfactorial | sympy.RisingFactorial | sympy.FallingFactorial):
+        elif isinstance(
+            expr, sympy.factorial2 | sympy.subfactorial | sympy.RisingFactorial | sympy.FallingFactorial
+        ):
             digits = _factorial_digits(sum(_size(part) for part in expr.args))
         elif isinstance(expr, sympy.binomial):
             n, k = (_size(part) for part in expr.args)
@@ -102,8 +104,15 @@ def equal(gold: Any, got: Any) -> bool:
         return ends and equal(gold.start, got.start) and equal(gold.end, got.end)
     if isinstance(gold, Relational) and isinstance(got, Relational):
         return _equal_relations(gold, got)
-    if isinstance(gold, sympy.Expr) and isinstance(got, sympy.Expr) and not _is_word(gold) and not _is_word(got):
-        same = _equal_numbers(gold, got) if not gold.free_symbols | got.free_symbols else _identical(gold, got)
+    if (
+        isinstance(gold, sympy.Expr)
+        and isinstance(got, sympy.Expr)
+        and not _is_word(gold)
+        and not _is_word(got)
+    ):
+        same = (
+            _equal_numbers(gold, got) if not gold.free_symbols | got.free_symbols else _identical(gold, got)
+        )
         if same is not None:
             return same
     return _verify(gold, got)
@@ -124,7 +133,9 @@ def _unwrap(gold: Any, got: Any) -> tuple[Any, Any]:
 
 def _is_word(expr: Any) -> bool:
     """A symbol or a bare product of symbols: the parser reads words as products of their letters."""
-    return isinstance(expr, Symbol) or (isinstance(expr, sympy.Mul) and all(isinstance(a, Symbol) for a in expr.args))
+    return isinstance(expr, Symbol) or (
+        isinstance(expr, sympy.Mul) and all(isinstance(a, Symbol) for a in expr.args)
+    )
 
 
 def _equal_sets(gold: Any, got: Any) -> bool:
@@ -148,7 +159,11 @@ def _equal_relations(gold: Relational, got: Relational) -> bool:
     sides = (gold.lhs, gold.rhs, got.lhs, got.rhs)
     if not all(isinstance(side, sympy.Expr) for side in sides):
         return type(gold) is type(got) and equal(gold.lhs, got.lhs) and equal(gold.rhs, got.rhs)
-    if isinstance(gold, Eq) and isinstance(got, Eq) and all(isinstance(s, Symbol) for s in (gold.lhs, got.lhs)):
+    if (
+        isinstance(gold, Eq)
+        and isinstance(got, Eq)
+        and all(isinstance(s, Symbol) for s in (gold.lhs, got.lhs))
+    ):
         if gold.lhs == got.lhs and equal(gold.rhs, got.rhs):
             return True
     factor = _constant_ratio(_exact(gold.lhs - gold.rhs), _exact(got.lhs - got.rhs))
@@ -228,7 +243,9 @@ def _equal_numbers(a: Any, b: Any) -> bool | None:
         if written.has(Float) and isinstance(decimal, Rational) and _is_rounding(decimal, other):
             return True
     plain = [_without_percent(value) for value in (a, b)]
-    if (plain[0] is not a) != (plain[1] is not b) and all(isinstance(value, sympy.Integer) for value in plain):
+    if (plain[0] is not a) != (plain[1] is not b) and all(
+        isinstance(value, sympy.Integer) for value in plain
+    ):
         return plain[0] == plain[1]  # 28 % where 28 is asked for, or the other way round
     return False
 
@@ -248,8 +265,13 @@ def _is_rounding(decimal: Rational, other: Any) -> bool:
     scaled = int(decimal * 10**places)
     if len(str(abs(scaled))) < MIN_DIGITS:
         return False
-    return abs(Rational(scaled) - other * 10**places) < 1 and (scaled > 0) == bool(other > 0) and (
-        abs(Rational(scaled) - other * 10**places) <= Rational(1, 2) or abs(scaled) < abs(other * 10**places)
+    return (
+        abs(Rational(scaled) - other * 10**places) < 1
+        and (scaled > 0) == bool(other > 0)
+        and (
+            abs(Rational(scaled) - other * 10**places) <= Rational(1, 2)
+            or abs(scaled) < abs(other * 10**places)
+        )
     )
 
 
