@@ -128,14 +128,16 @@ class Checkpoints:
             error, self._error = self._error, None
             raise error
 
-    def restore(self, template: Any) -> Restored:
-        """The newest undamaged step, in the structure, dtypes and shardings of `template`.
+    def restore(self, template: Any) -> Restored | None:
+        """The newest undamaged step, in the structure, dtypes and shardings of `template`; None without any step.
 
         `template` holds arrays or `jax.ShapeDtypeStruct`s with shardings; the mesh may be another than at the
         time of saving. Damaged steps are reported, set aside as `N.damaged`, and deleted after the next save.
-        Raises UserError if no step is good, or if it has other leaves, shapes or dtypes than the template.
+        Raises UserError if all are damaged, or if leaves, shapes or dtypes are not those of the template.
         """
         self.wait()
+        if not steps(self._folder):
+            return None
         step, problems = newest_good(self._folder)
         for number, problem in problems:
             self._report(f"checkpoint {self._folder / str(number)} is damaged and set aside: {problem}")

@@ -30,9 +30,9 @@ PANELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
 class MetricsWriter:
     """Writes one row of numbers per update to every place asked for.
 
-    A row has `step` (the number of updates before this one) and any other keys. Where present, the progress line
-    uses `reward/mean`, `kl/predicted`, `length/mean`, `eval/accuracy` and the `time/..._s`; the curves use those
-    of PANELS, and `eval/updates` (updates before the evaluation) tells where the points of `eval/...` belong.
+    A row has `step` (the number of updates before this one) and any other keys. Where present, the progress
+    line uses `reward/mean`, `kl/predicted`, `length/mean`, `eval/accuracy` and the `time/..._s`; the curves use
+    those of PANELS, and `eval/updates` (updates before the evaluation) is where points of `eval/...` belong.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class MetricsWriter:
         resume_step: int = 0,
         stream: TextIO | None = None,
     ) -> None:
-        """Open the files in `out`; rows of `resume_step` and later ones, left by an earlier run, are dropped.
+        """Open the files in `out`; rows of `resume_step` and later, left by an earlier run, are dropped.
 
-        steps: of the whole run, for the time left. stream: for progress and samples, standard output by default.
+        steps: of the whole run, for the time left. stream: for progress and samples; None: standard output.
         """
         self._out, self._steps, self._resumed = Path(out), steps, resume_step
         self._out.mkdir(parents=True, exist_ok=True)

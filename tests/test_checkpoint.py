@@ -151,10 +151,10 @@ def test_all_damaged_is_an_error_that_names_each(saved, tmp_path):
     assert steps(tmp_path) == [1, 2]
 
 
-def test_no_checkpoint_is_an_error(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "new")
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        checkpoints.restore({})
+def test_no_checkpoint_is_none(tmp_path):
+    (tmp_path / "3.partial").mkdir()
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore({}) is None
     checkpoints.close()
 
 
