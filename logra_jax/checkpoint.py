@@ -129,7 +129,7 @@ class Checkpoints:
             raise error
 
     def restore(self, template: Any) -> Restored | None:
-        """The newest undamaged step, in the structure, dtypes and shardings of `template`; None without any step.
+        """The newest undamaged step, in structure, dtypes and shardings of `template`; None without a step.
 
         `template` holds arrays or `jax.ShapeDtypeStruct`s with shardings; the mesh may be another than at the
         time of saving. Damaged steps are reported, set aside as `N.damaged`, and deleted after the next save.

@@ -22,7 +22,7 @@ PANELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
     ("reward", False, ("reward/mean",)),
     ("evaluation accuracy", False, ("eval/accuracy",)),
     ("KL per update", True, ("kl/realized", "kl/predicted", "kl/budget")),
-    ("answer length (tokens)", False, ("length/mean",)),
+    ("answer length (tokens)", False, ("response/length",)),
     ("entropy (nats)", False, ("entropy",)),
 )
 
@@ -31,8 +31,8 @@ class MetricsWriter:
     """Writes one row of numbers per update to every place asked for.
 
     A row has `step` (the number of updates before this one) and any other keys. Where present, the progress
-    line uses `reward/mean`, `kl/predicted`, `length/mean`, `eval/accuracy` and the `time/..._s`; the curves use
-    those of PANELS, and `eval/updates` (updates before the evaluation) is where points of `eval/...` belong.
+    line uses `reward/mean`, `kl/predicted`, `response/length`, `eval/accuracy` and the `time/..._s`; the curves
+    use those of PANELS, and `eval/updates` (updates before the evaluation) is where `eval/...` belongs.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ def progress_line(step: int, steps: int, row: Mapping[str, float], left: float) 
     shown = (
         ("reward", "reward/mean", ".3f"),
         ("KL", "kl/predicted", ".1e"),
-        ("length", "length/mean", ".1f"),
+        ("length", "response/length", ".1f"),
         ("accuracy", "eval/accuracy", ".3f"),
     )
     parts += [f"{name} {row[key]:{form}}" for name, key, form in shown if key in row]

@@ -294,12 +294,12 @@ def _check_optimizer(config: Config) -> None:
     own_rate = optimizer.others_learning_rate
     if optimizer.others == "adamw" and rate is None and own_rate is None:
         raise UserError(
-            "optimizer.others=adamw needs optimizer.others_learning_rate: update_ratio is only for the targets"
+            "optimizer.others=adamw needs optimizer.others_learning_rate: update_ratio is for the targets"
         )
     if own_rate is not None and (optimizer.others == "frozen" or optimizer.name == "adamw"):
         raise UserError(
-            f"optimizer.others_learning_rate={own_rate} has no effect with optimizer.name={optimizer.name} and "
-            f"optimizer.others={optimizer.others}: leave it out"
+            f"optimizer.others_learning_rate={own_rate} has no effect with optimizer.name={optimizer.name} "
+            f"and optimizer.others={optimizer.others}: leave it out"
         )
     if optimizer.warmup >= config.steps and optimizer.warmup:
         raise UserError(f"optimizer.warmup={optimizer.warmup} must be smaller than steps={config.steps}")
