@@ -1,16 +1,19 @@
-"""The grading worker: one process, one request at a time, nothing of jax imported unless a reward function does.
+"""The grading worker: one process, one request at a time. Imports no jax unless a reward function does.
 
-Started by logra_jax.rl.reward as `python -m logra_jax.rl.grading KIND LIMIT`, it talks JSON lines over the pipes that
-were its stdin and stdout; whatever graded code prints goes nowhere. Requests and replies hold plain values only:
+Started by logra_jax.rl.reward as `python -m logra_jax.rl.grading KIND`, it talks JSON lines over the
+pipes that were its stdin and stdout; whatever graded code prints goes nowhere. Requests and replies hold
+plain values only:
 
-    {"seconds": 5.0, "gold": text, "completion": text}                      -> {"score": 1.0}     kind "math"
-    {"seconds": 5.0, "prompts": [..], "completions": [..], "columns": {..}} -> {"scores": [..]}   kind "module:function"
+    math:             {"seconds": 5.0, "gold": text, "completion": text} -> {"score": 1.0}
+    module:function:  {"seconds": 5.0, "prompts": [..], "completions": [..], "columns": {..}} -> {"scores": [..]}
 
-A reply is {"error": last line of the traceback} where the graded code raised, {"late": true} where it took longer than
-`seconds`, {"bad_gold": reason} where the gold answer cannot be used. Code that never comes back to Python is killed
-by the other side of the pipe, or, if that is gone, by the timer that counts this process's own CPU time.
+A reply is {"error": last line of the traceback} where the graded code raised, {"late": true} where it took
+longer than `seconds`, {"bad_gold": reason} where the gold answer cannot be used. Code that never comes back
+to Python is killed by the other side of the pipe, or, if that is gone, by the timer that counts this
+process's own CPU time.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -57,7 +60,8 @@ def _math() -> Callable[[dict[str, Any]], dict[str, Any]]:
     from logra_jax.rl.math_answer import BadGold, score
 
     logging.disable(logging.CRITICAL)
-    resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY, MATH_MEMORY))
+    with contextlib.suppress(OSError, ValueError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY, MATH_MEMORY))
 
     def grade(request: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -91,7 +95,7 @@ def _function(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 def _limited(
     grade: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any], seconds: float
 ) -> Any:
-    """The reply to one request; the alarm repeats, since a `finally` or a bare `except` may swallow the first."""
+    """The reply to one request; the alarm repeats, since a bare `except` may swallow the first."""
     signal.setitimer(signal.ITIMER_PROF, seconds + GRACE)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds, 0.2)
@@ -113,12 +117,9 @@ def _out_of_time(signum: int, frame: Any) -> None:
 
 
 def _sacrifice() -> None:
-    """Out of memory, the kernel should end this process and not the trainer (Linux; elsewhere nothing to do)."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError:
-        pass
+    """Out of memory, the kernel should end this process and not the trainer (Linux only)."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
 
 
 def _last_line(error: BaseException) -> str:

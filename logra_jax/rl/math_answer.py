@@ -1,5 +1,6 @@
 r"""Is the last \boxed{...} of a completion the gold answer? Runs inside grading workers only."""
 
+import functools
 import re
 from typing import Any
 
@@ -69,7 +70,7 @@ def score(gold: str, completion: str) -> float:
 
 
 def last_box(text: str) -> str | None:
-    r"""The content of the complete \boxed{...} that closes last; None without one. Linear in the text's length."""
+    r"""The content of the complete \boxed{...} that closes last, None without one; in linear time."""
     opened: list[int] = []  # start of the content for a box, -1 for any other brace
     found = None
     for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
@@ -123,9 +124,10 @@ def _same_ratio(target: str, answer: str) -> bool:
     return all(equal(a * other, b * first) for a, b in zip(want, got, strict=True))
 
 
+@functools.lru_cache(maxsize=4096)  # a group shares its gold answer and often its wrong ones
 def _parse(text: str) -> Any:
     """A sympy object for the WHOLE text, or None. Nothing is looked for inside a text that does not parse."""
-    if re.search(r"\d\s+\d", re.sub(r"\d{1,3}(?: \d{3})+(?!\d)", "0", text)):
+    if re.search(r"(?<![\d_])\d+\s+\d", re.sub(r"\d{1,3}(?: \d{3})+(?!\d)", "0", text)):
         return None  # numbers side by side: the parser would add or multiply them
     if re.search(r"\\sqrt\s*\[[^\]]*[\^!]", text):
         return None  # root indices are evaluated while parsing, however large
@@ -135,7 +137,7 @@ def _parse(text: str) -> Any:
             parsed = latex2sympy(
                 normal, is_real=not should_treat_as_complex(normal), normalization_config=None
             )
-        except Exception:  # noqa: S112 - the parser signals bad LaTeX by bare Exceptions
+        except Exception:  # the parser signals bad LaTeX by bare Exceptions
             continue
         if isinstance(parsed, sympy.Basic | sympy.MatrixBase) and not parsed.has(sympy.nan, sympy.zoo):
             return parsed

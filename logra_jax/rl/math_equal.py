@@ -5,7 +5,6 @@ math-verify's comparison rounds numbers and differences to an absolute precision
 therefore compared here, exactly or relatively; chains, unions, words and the rest are left to math-verify.
 """
 
-import itertools
 import math
 from typing import Any
 
@@ -83,7 +82,7 @@ def _factorial_digits(n: float) -> float:
 
 
 def equal(gold: Any, got: Any) -> bool:
-    """Whether two bounded parse results mean the same answer. Not symmetric: `x = 5` is fine where 5 is asked for.
+    """Whether two bounded parse results mean the same answer.
 
     May raise what sympy raises on expressions that it cannot handle.
     """
@@ -104,15 +103,10 @@ def equal(gold: Any, got: Any) -> bool:
         return ends and equal(gold.start, got.start) and equal(gold.end, got.end)
     if isinstance(gold, Relational) and isinstance(got, Relational):
         return _equal_relations(gold, got)
-    if (
-        isinstance(gold, sympy.Expr)
-        and isinstance(got, sympy.Expr)
-        and not _is_word(gold)
-        and not _is_word(got)
-    ):
-        same = (
-            _equal_numbers(gold, got) if not gold.free_symbols | got.free_symbols else _identical(gold, got)
-        )
+    if not any(_is_word(side) or not isinstance(side, sympy.Expr) for side in (gold, got)):
+        gold, got = _imaginary(gold), _imaginary(got)
+        numbers = not gold.free_symbols | got.free_symbols
+        same = _equal_numbers(gold, got) if numbers else _identical(gold, got)
         if same is not None:
             return same
     return _verify(gold, got)
@@ -123,7 +117,7 @@ def _verify(gold: Any, got: Any) -> bool:
 
 
 def _unwrap(gold: Any, got: Any) -> tuple[Any, Any]:
-    """`x = 5` answers 5, and 5 answers `x = 5`; two assignments to one symbol are compared by their values."""
+    """`x = 5` answers 5, and 5 answers `x = 5`."""
     if is_equation(got) and not is_equation(gold):
         return gold, take_last_relation(got).rhs
     if is_assignment_relation(gold) and not is_equation(got):
@@ -136,6 +130,12 @@ def _is_word(expr: Any) -> bool:
     return isinstance(expr, Symbol) or (
         isinstance(expr, sympy.Mul) and all(isinstance(a, Symbol) for a in expr.args)
     )
+
+
+def _imaginary(expr: Any) -> Any:
+    """The letter i, which the parser leaves a symbol, as the imaginary unit."""
+    letters = {symbol: sympy.I for symbol in expr.free_symbols if symbol.name == "i"}
+    return expr.xreplace(letters) if letters else expr
 
 
 def _equal_sets(gold: Any, got: Any) -> bool:
@@ -159,13 +159,8 @@ def _equal_relations(gold: Relational, got: Relational) -> bool:
     sides = (gold.lhs, gold.rhs, got.lhs, got.rhs)
     if not all(isinstance(side, sympy.Expr) for side in sides):
         return type(gold) is type(got) and equal(gold.lhs, got.lhs) and equal(gold.rhs, got.rhs)
-    if (
-        isinstance(gold, Eq)
-        and isinstance(got, Eq)
-        and all(isinstance(s, Symbol) for s in (gold.lhs, got.lhs))
-    ):
-        if gold.lhs == got.lhs and equal(gold.rhs, got.rhs):
-            return True
+    if type(gold) is type(got) and equal(gold.lhs, got.lhs) and equal(gold.rhs, got.rhs):
+        return True
     factor = _constant_ratio(_exact(gold.lhs - gold.rhs), _exact(got.lhs - got.rhs))
     if factor is not None:
         same = type(gold) if factor > 0 or isinstance(gold, Eq | sympy.Ne) else _FLIPPED[type(gold)]
@@ -194,8 +189,8 @@ def _constant_ratio(a: Any, b: Any) -> Any:
 def _identical(a: Any, b: Any) -> bool | None:
     """Equal wherever both are real, by values at fixed points; None where too few points can be evaluated.
 
-    Points where a value is complex decide only if the values agree: sqrt(1/n) and 1/sqrt(n) are the same answer
-    to a question about n > 0, while |x| and x differ at real values.
+    Points where a value is complex decide only if the values agree: sqrt(1/n) and 1/sqrt(n) are the same
+    answer to a question about n > 0, while |x| and x differ at real values.
     """
     agreed = 0
     for first, second in _values(_exact(a), _exact(b)):
@@ -224,7 +219,7 @@ def _values(a: Any, b: Any) -> Any:
 
 
 def _equal_numbers(a: Any, b: Any) -> bool | None:
-    """Constants: exactly when rational, else to 30 digits; a decimal also where it is the rounding of the other."""
+    """Constants: exactly when rational, else to 30 digits; a decimal may be the rounding of the other."""
     exact = [_exact(value).doit() for value in (a, b)]
     if any(value.is_infinite for value in exact):
         return exact[0] == exact[1]
@@ -258,7 +253,7 @@ def _without_percent(expr: Any) -> Any:
 
 
 def _is_rounding(decimal: Rational, other: Any) -> bool:
-    """Whether `decimal` is `other` rounded or cut at decimal's own last place, with MIN_DIGITS digits or more."""
+    """Whether `decimal` is `other` rounded or cut at its own last place, with MIN_DIGITS digits or more."""
     places = next((d for d in range(1, 60) if (decimal * 10**d).is_Integer), None)
     if places is None or decimal.is_Integer or not other.is_real:
         return False

@@ -1,4 +1,4 @@
-"""Prompts: a JSONL or Parquet file in, left-padded token ids out, in an order that needs no state but a count."""
+"""Prompts: a JSONL or Parquet file in, left-padded token ids out; their order needs no state but a count."""
 
 import json
 import math
@@ -23,7 +23,8 @@ class PromptSet:
     tokens: int32 [N, P], LEFT-padded; which entries are real follows from `lengths` alone.
     lengths: int32 [N].
     texts: the text behind the tokens (template included), one per prompt.
-    columns: every column of the file, for the kept rows; None where a row lacks a column that was not asked for.
+    columns: every column of the file, for the kept rows; None where a row lacks a column that was not asked
+        for.
     read, dropped, truncated: rows in the file, rows left out and rows shortened for their length.
     """
 
@@ -70,7 +71,7 @@ class PromptOrder:
         self._rows = grain.MapDataset.range(n_rows).seed(seed).shuffle().repeat()
 
     def rows(self, start: int, size: int) -> np.ndarray:
-        """Rows number start .. start + size - 1 of the endless sequence: int32 [size]. May straddle epochs."""
+        """Entries start .. start + size - 1 of the endless sequence: int32 [size]. May straddle epochs."""
         return np.array([self._rows[i] for i in range(start, start + size)], dtype=np.int32).reshape(size)
 
 
@@ -97,7 +98,7 @@ def check_columns(path: str | Path, wanted: Sequence[str]) -> list[str]:
 
 
 def require_rows(prompt_set: PromptSet, needed: int) -> None:
-    """Raises UserError when the set holds fewer prompts than one batch needs; the message has both numbers."""
+    """Raises UserError, naming both numbers, when the set holds fewer prompts than one batch needs."""
     if len(prompt_set) < needed:
         raise UserError(
             f"{len(prompt_set)} prompts are left of {prompt_set.read} rows, but one batch takes {needed}; "
@@ -120,15 +121,16 @@ def load_prompts(
 ) -> PromptSet:
     """Reads, formats and tokenizes a prompt file (`.parquet`, anything else is JSONL in UTF-8).
 
-    The prompt column holds a string, put into `prompt_format` at `{prompt}`, or (template "chat" only) a list of
-    chat messages, taken as it is. "chat" renders the tokenizer's chat template with the generation prompt, after
-    a `system` message if one is given and the row brings none. "plain" tokenizes the text with the tokenizer's
-    own special tokens in front. The answer column must hold a string or a finite number (kept as its text) in
-    every row; None means that no column is checked.
+    The prompt column holds a string, put into `prompt_format` at `{prompt}`, or (template "chat" only) a list
+    of chat messages, taken as it is. "chat" renders the tokenizer's chat template with the generation prompt,
+    after a `system` message if one is given and the row brings none. "plain" tokenizes the text with the
+    tokenizer's own special tokens in front. The answer column must hold a string or a finite number (kept as
+    its text) in every row; None means that no column is checked.
 
-    Prompts longer than max_prompt_length tokens are left out ("drop") or keep their last max_prompt_length tokens
-    ("truncate"); both are counted. The padded width P is the longest kept prompt rounded up to a multiple of 8,
-    at most max_prompt_length. Ids must lie below vocab_size, the number of embedding rows of the model.
+    Prompts longer than max_prompt_length tokens are left out ("drop") or keep their last max_prompt_length
+    tokens ("truncate"); both are counted. The padded width P is the longest kept prompt rounded up to a
+    multiple of 8, at most max_prompt_length. Ids must lie below vocab_size, the number of embedding rows of
+    the model.
 
     Raises UserError, with file and line (or row, for Parquet), for anything wrong with the file.
     """
@@ -171,8 +173,8 @@ def load_prompts(
     dropped = read - len(kept)
     if not kept:
         raise UserError(
-            f"{path}: {dropped} of {read} prompts are longer than data.max_prompt_length = {max_prompt_length} "
-            "tokens and none is left; raise the limit or set data.overlong: truncate"
+            f"{path}: {dropped} of {read} prompts are longer than data.max_prompt_length = "
+            f"{max_prompt_length} tokens and none is left; raise the limit or set data.overlong: truncate"
         )
     lengths = np.array([len(row_tokens) for row_tokens in tokens], dtype=np.int32)
     return PromptSet(

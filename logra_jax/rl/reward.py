@@ -1,15 +1,17 @@
 """Rewards for completions, graded where hostile text can do no harm: in worker processes that can be killed.
 
-Who pays for a failure: a completion that hangs, crashes or exhausts the maths checker was written by the model and
-scores 0.0; a reward FUNCTION that raises, hangs or returns no finite number is not the model's fault, so the row is
-dropped (NaN) and counted, and so is a row whose gold answer cannot be used.
+Who pays for a failure: a completion that hangs, crashes or exhausts the maths checker was written by the
+model and scores 0.0; a reward FUNCTION that raises, hangs or returns no finite number is not the model's
+fault, so the row is dropped (NaN) and counted, and so is a row whose gold answer cannot be used.
 """
 
+import contextlib
 import json
 import math
 import os
 import re
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +34,7 @@ ROW_ROUNDS = 8  # a failed batch is graded row by row for at most this many time
 
 @dataclass(frozen=True)
 class RewardCounts:
-    """Rows of one `grade` call that ran out of time, that raised or lost their worker, that had no finite reward."""
+    """Rows of one `grade` call that ran out of time, raised (or lost their worker), were not finite."""
 
     timeouts: int = 0
     errors: int = 0
@@ -83,10 +85,10 @@ def make_reward(
     r"""The grader of a reward kind.
 
     "math": 1.0 when the last complete \boxed{...} equals the answer column mathematically, else 0.0.
-    "exact": 1.0 when group 1 of the last match of the regex `pattern` (without one: the completion) equals the
-        answer column's text, spaces around both removed, else 0.0. In-process, so the pattern should be simple.
-    "module:function": function(prompts, completions, columns) -> N numbers, importable from the current directory,
-        called once per batch in a worker process; row by row where that call raises or takes too long.
+    "exact": 1.0 when group 1 of the last match of the regex `pattern` (without one: the completion) equals
+        the answer column's text, spaces around both removed, else 0.0. In-process: keep the pattern simple.
+    "module:function": function(prompts, completions, columns) -> N numbers, importable from the current
+        directory, called once per batch in a worker process; row by row where that call raises or takes too long.
 
     timeout_s: seconds, per answer for "math", per call for a function. workers: processes, at least 1.
     Raises UserError for an unknown kind and for a function that cannot be imported or called.
@@ -122,10 +124,8 @@ class _ExactGrader(Grader):
     ) -> tuple[list[float], RewardCounts, str]:
         scores = []
         for completion, gold in zip(completions, _answers(columns, self._answer_column), strict=True):
-            found = None
-            for found in self._pattern.finditer(completion):
-                pass
-            answer = None if found is None else found[1]
+            matches = list(self._pattern.finditer(completion))
+            answer = matches[-1][1] if matches else None
             scores.append(float(answer is not None and answer.strip() == gold.strip()))
         return scores, RewardCounts(), ""
 
@@ -206,19 +206,18 @@ def _answers(columns: dict[str, list[Any]], name: str) -> list[str]:
 
 
 class _Worker:
-    """One process and what it is busy with: `task` is the index of its request, None when idle or starting."""
+    """One process and what it is busy with: `task` is the number of its request, None when it has none."""
 
     def __init__(self, kind: str):
-        # A fresh interpreter, not a fork: the trainer runs the threads of JAX, whose locks a fork would copy. Its
-        # own session keeps Ctrl-C away from it and lets a kill reach whatever it has started itself.
+        # A fresh interpreter, not a fork: the trainer runs the threads of JAX, whose locks a fork would copy.
+        # Its own session keeps Ctrl-C away from it and lets a kill reach whatever it has started itself.
         root = str(Path(__file__).parents[2])
-        path = os.environ["PYTHONPATH"] if "PYTHONPATH" in os.environ else ""
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "logra_jax.rl.grading", kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, path)))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.getenv("PYTHONPATH"))))},
             start_new_session=True,
         )
         self.task: int | None = None
@@ -238,7 +237,7 @@ class _Worker:
             pass  # it died; the end of its output says so
 
     def receive(self) -> dict[str, Any] | None:
-        """The reply once it is complete, None before; {"error": ..} when the process has ended. Call when readable."""
+        """The reply once complete, None before, {"error": ..} from an ended process. Call when readable."""
         assert self.process.stdout is not None
         data = os.read(self.process.stdout.fileno(), 1 << 20)
         self._received += data
@@ -250,19 +249,14 @@ class _Worker:
     def end(self, patience: float = 0.0) -> None:
         """Lets the process end by itself for `patience` seconds, then kills it and its children."""
         if self.process.stdin is not None and not self.process.stdin.closed:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
-            except BrokenPipeError:
-                pass
-        try:
-            if patience:
+        if patience:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(patience)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
-            os.killpg(self.process.pid, 9)
-        except (ProcessLookupError, PermissionError):
-            pass
+        if self.process.returncode is None:  # its number is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()

@@ -1,4 +1,4 @@
-"""Tokenizers from local model folders; transformers is imported here only, lazily, and never asks for torch."""
+"""Tokenizers from local model folders; transformers is imported lazily and without a word about torch."""
 
 import os
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The Hugging Face tokenizer of a local model folder, with its chat template. Never reaches for the network.
+    """The Hugging Face tokenizer of a local model folder, with its chat template; no network.
 
     Raises UserError when the folder or its tokenizer files are missing or unreadable.
     """
@@ -30,16 +30,16 @@ def load_tokenizer(folder: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
-        # transformers raises anything from OSError to KeyError on damaged files; its last line names the cause.
+        # transformers raises anything from OSError to KeyError on damaged files; its last line names the
+        # cause.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot read the tokenizer in {folder}: {reason}") from error
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Text of token ids for rewards and logs: special tokens dropped, ids past the tokenizer's end ignored.
+    """Text of token ids for rewards and logs: special tokens dropped, ids without an entry ignored.
 
-    A model may have more rows than the tokenizer has entries; such ids have no text and must not raise.
+    A model may have more rows than the tokenizer has entries; such ids (and negative ones) have no text.
     """
-    size = len(tokenizer)
-    kept = [int(i) for i in ids if 0 <= int(i) < size]
+    kept = [int(i) for i in ids if int(i) >= 0]
     return tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
