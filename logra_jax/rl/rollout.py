@@ -54,7 +54,7 @@ def attention_mask(
 def completion_lengths(
     completions: Int[Array, "n c"], end_ids: tuple[int, ...]
 ) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-    """(tokens up to the first of `end_ids`, it included, else C; whether there was one), int32 and bool [N]."""
+    """(tokens up to and with the first of `end_ids`, else C; whether there was one), int32 and bool [N]."""
     ends = _is_end(completions, end_ids)
     stopped = jnp.any(ends, axis=1)
     first = jnp.argmax(ends, axis=1).astype(jnp.int32)
@@ -64,7 +64,7 @@ def completion_lengths(
 def kept_tokens(
     logits: Float[Array, "*rows v"], top_k: int | None, top_p: float | None
 ) -> Bool[Array, "*rows v"]:
-    """Which ids may be sampled: the top_k likeliest, and of these the nucleus of mass top_p (0, None: no limit).
+    """Which ids may be sampled: the top_k likeliest and of these the nucleus of mass top_p (0: off).
 
     The nucleus holds the tokens before which less than top_p has been collected, likeliest first: never
     empty, and no token more where the sum hits top_p exactly. Of equal logits the lower id counts as
