@@ -147,7 +147,7 @@ class Checkpoints:
         if problems:
             self._report(f"going on from step {step}, the newest good checkpoint")
         folder = self._folder / str(step)
-        return Restored(step, _read(folder, template, self._orbax), _note(folder)["meta"])
+        return Restored(step, _read(folder, template, self._orbax), read_note(folder)["meta"])
 
     def close(self) -> None:
         """Finish what is being written and end Orbax's threads."""
@@ -244,14 +244,15 @@ def _restore_flat(folder: Path, wanted: dict[str, Any], orbax: ocp.Checkpointer)
     return orbax.restore(folder / STATE, args=args)
 
 
-def _note(folder: Path) -> dict[str, Any]:
+def read_note(folder: Path) -> dict[str, Any]:
+    """Step, score and meta of a step folder."""
     return json.loads((folder / META).read_text(encoding="utf-8"))
 
 
 def _score(folder: Path) -> float:
     """A step's score for comparison: lower than any other where it has none, or where damage hides it."""
     try:
-        score = _note(folder)["score"]
+        score = read_note(folder)["score"]
     except (OSError, ValueError, KeyError):
         return -math.inf
     return score if score is not None and math.isfinite(score) else -math.inf
