@@ -4,8 +4,8 @@
     a Hugging Face folder                            ->  a checkpoint folder of its weights alone
 
 Tokenizer, config.json, tensor names and shards are not in a checkpoint: they are taken from the Hugging Face
-folder that the weights came from, which the run's config.yaml or the checkpoint names (`--model` names another
-one). There and back gives the same bytes.
+folder that the weights came from, which the run's config.yaml or the checkpoint names (`--model` names
+another one). There and back gives the same bytes.
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def _find_step(src: Path) -> Path:
     folder = src / "checkpoints" if (src / "checkpoints").is_dir() else src
     if not _has_steps(folder):
         raise UserError(
-            f"SRC={src} is neither a Hugging Face folder (no config.json) nor that of a run or checkpoint (no steps)"
+            f"SRC={src} is neither a Hugging Face folder (it has no config.json) nor a run or checkpoint "
+            "folder (it has no steps)"
         )
     step, problems = newest_good(folder)
     for number, problem in problems:

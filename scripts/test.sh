@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# All checks in one command: style, types, tests. Arguments go to pytest.
+#   PYTHON, VENV   as in quickstart.sh
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+source "$root/scripts/environment.sh"
+make_environment "$root" test
+cd "$root"
+echo "== ruff"
+"$VENV/bin/ruff" check .
+"$VENV/bin/ruff" format --check --quiet .
+echo "== mypy"
+"$VENV/bin/mypy"
+echo "== pytest"
+"$VENV/bin/python" -m pytest "$@"
