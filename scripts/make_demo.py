@@ -26,8 +26,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -45,9 +45,7 @@ IDS = {character: i + 2 for i, character in enumerate(CHARACTERS)}
 VOCAB_SIZE = 32  # rows of the table; 17 of them are tokens, the rest is padding as in real checkpoints
 
 MAX_NEW_TOKENS = 33
-LENGTH = 6 + 30  # the prompt and the longest demonstration with its end token
-BATCH = 256
-WORKED_SHARE = 0.35
+WORKED_ROWS, GUESS_ROWS = 90, 166  # of a batch of 256: 35 % and 65 %
 LEARNING_RATE, WARMUP = 3e-3, 50
 HELD_OUT_ROWS = 460
 HELD_OUT_SHARE = 0.1
@@ -60,7 +58,7 @@ HF_CONFIG = {
     "eos_token_id": EOS,
     "hidden_act": "silu",
     "hidden_size": 128,
-    "initializer_range": 0.02,
+    "initializer_range": 0.08,
     "intermediate_size": 576,
     "max_position_embeddings": 64,
     "model_type": "qwen2",
@@ -128,15 +126,19 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def demonstrations(rng: np.random.Generator, train: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """tokens int32 [BATCH, LENGTH], right-padded, and the mask of the answer's tokens, end token included."""
-    tokens = np.full((BATCH, LENGTH), PAD, np.int32)
-    answered = np.zeros((BATCH, LENGTH), np.float32)
-    for row, i in enumerate(rng.integers(len(train), size=BATCH)):
-        a, b = train[i]
-        start = prompt(a, b)
-        answer = worked(a, b) if rng.random() < WORKED_SHARE else guess(a, b)
-        ids = [IDS[c] for c in start + answer] + [EOS]
+def demonstrations(
+    rng: np.random.Generator, train: list[tuple[int, int]], answer: Callable[[int, int], str], rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """tokens int32 [rows, length], right-padded, and the mask of the answer's tokens, end token included.
+
+    Each way of answering has a block of its own, as long as its longest answer: guesses are a third as long.
+    """
+    length = len(prompt(999, 9) + answer(999, 9)) + 1
+    tokens = np.full((rows, length), PAD, np.int32)
+    answered = np.zeros((rows, length), np.float32)
+    for row, i in enumerate(rng.integers(len(train), size=rows)):
+        start = prompt(*train[i])
+        ids = [IDS[c] for c in start + answer(*train[i])] + [EOS]
         tokens[row, : len(ids)] = ids
         answered[row, len(start) : len(ids)] = 1.0
     return tokens, answered
@@ -161,8 +163,8 @@ def greedy_accuracy(sampler: Sampler, params, rows: list[tuple[int, int]]) -> tu
 
 def warm_start(seed: int, stop_at: float, train, validation, held_out):
     """Random weights to the first checkpoint whose validation accuracy reaches `stop_at`: (model, params)."""
-    model = CausalLM(ModelConfig.from_hf(HF_CONFIG), compute_dtype=jnp.float32)
-    params = model.init_params(jax.random.key(seed), jnp.float32)
+    model = CausalLM(ModelConfig.from_hf(HF_CONFIG), compute_dtype="float32")
+    params = model.init_params(jax.random.key(seed))
     tx = optax.adamw(optax.linear_schedule(0.0, LEARNING_RATE, WARMUP))
     sampler = Sampler(
         model,
@@ -175,11 +177,15 @@ def warm_start(seed: int, stop_at: float, train, validation, held_out):
     )
 
     @jax.jit
-    def step(params, state, tokens, answered):
+    def step(params, state, blocks):
         def loss_fn(params):
-            logits = model.logits(params, tokens[:, :-1])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-            return jnp.sum(losses * answered[:, 1:]) / jnp.sum(answered[:, 1:])
+            total = tokens_answered = jnp.zeros(())
+            for tokens, answered in blocks:
+                logits = model.logits(params, tokens[:, :-1])
+                losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+                total += jnp.sum(losses * answered[:, 1:])
+                tokens_answered += jnp.sum(answered[:, 1:])
+            return total / tokens_answered
 
         loss, grads = jax.value_and_grad(loss_fn)(params)
         updates, state = tx.update(grads, state, params)
@@ -189,7 +195,11 @@ def warm_start(seed: int, stop_at: float, train, validation, held_out):
     state = tx.init(params)
     began = time.perf_counter()
     for count in range(1, 1001):
-        params, state, loss = step(params, state, *demonstrations(rng, train))
+        blocks = (
+            demonstrations(rng, train, worked, WORKED_ROWS),
+            demonstrations(rng, train, guess, GUESS_ROWS),
+        )
+        params, state, loss = step(params, state, blocks)
         if count >= 80 and count % 10 == 0:
             accuracy, by_work = greedy_accuracy(sampler, params, validation)
             seconds = time.perf_counter() - began
@@ -213,8 +223,7 @@ def write(out: Path, model: CausalLM, params, train, held_out) -> None:
         lines = [json.dumps({"prompt": prompt(a, b), "answer": str(a * b)}) + "\n" for a, b in rows]
         (out / name).write_text("".join(lines), encoding="utf-8")
     folder = out / "model"
-    shutil.rmtree(folder, ignore_errors=True)
-    save_hf(model, params, folder)
+    save_hf(model, params, folder, overwrite=True)
     (folder / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(
         json.dumps(GENERATION_CONFIG, indent=2) + "\n", encoding="utf-8"
