@@ -227,6 +227,7 @@ def test_sequence_longer_than_the_model(minimal):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        ([], None),
         (["data.train="], "data.train is not set"),
         (["data.train=nowhere.jsonl"], "data.train=nowhere.jsonl: no such file"),
         (["data.eval=nowhere.jsonl"], "data.eval=nowhere.jsonl: no such file"),
@@ -234,9 +235,17 @@ def test_sequence_longer_than_the_model(minimal):
         (["model.path=nowhere"], "model.path=nowhere: no folder"),
     ],
 )
-def test_missing_files(overrides, message):
-    with pytest.raises(UserError, match=message):
-        check_paths(load_config(None, overrides))
+def test_missing_files(minimal, tmp_path, monkeypatch, overrides, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "eval.jsonl", "config.json"):
+        (tmp_path / name).write_text("{}")
+    good = ["data.train=train.jsonl", "data.eval=eval.jsonl", f"model.path={tmp_path}"]
+    config = load_config(minimal, [*good, *overrides])
+    if message is None:
+        check_paths(config)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_paths(config)
 
 
 def test_packaged_files_are_found_from_anywhere(tmp_path, monkeypatch):
