@@ -1,0 +1,251 @@
+"""One update of the policy as one jitted program: sketches, RowAdam, ratio, predicted KL, apply (arXiv 2610.06647)."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from logra_jax._shapes import Array, Bool, Float, Int
+from logra_jax.optim import (
+    HiddenHead,
+    SketchSpec,
+    apply_updates,
+    kl_link,
+    merge,
+    mismatch_average,
+    predict_kl,
+    sketch_count,
+    sketched_value_and_grad,
+    step_ok,
+)
+from logra_jax.rl.kl import policy_kl
+from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_logprobs
+from logra_jax.rl.rollout import attention_mask, completion_mask
+
+Tree = Any
+
+
+class TrainState(NamedTuple):
+    """All that an update changes. Donated to the update, so the caller keeps only the one that comes back."""
+
+    train: Tree
+    opt_state: Tree
+    mismatch: Float[Array, ""]
+
+
+class Batch(NamedTuple):
+    """Rows to learn from; N = prompts x generations, P and C the widths of prompts and completions.
+
+    ``old_logprobs`` is needed only when a batch serves several updates, ``ref_logprobs`` only with a reference KL.
+    ``probe`` holds the row numbers whose responses predict the KL; ``check`` says whether it is also measured.
+    """
+
+    tokens: Int[Array, "n t"]
+    prompt_lengths: Int[Array, " n"]
+    lengths: Int[Array, " n"]
+    stopped: Bool[Array, " n"]
+    valid: Bool[Array, " n"]
+    advantages: Float[Array, " n"]
+    rollout_logprobs: Float[Array, "n c"]
+    probe: Int[Array, " r"]
+    check: Bool[Array, ""]
+    old_logprobs: Float[Array, "n c"] | None = None
+    ref_logprobs: Float[Array, "n c"] | None = None
+
+
+class Policy(NamedTuple):
+    """What turns rows into log-probabilities. ``vocab_size`` ids exist; ids past it are padding of the table."""
+
+    model: Any
+    vocab_size: int
+    temperature: float
+    prompt_width: int
+
+    def hidden_head(self, params: Tree, rows: Batch) -> HiddenHead:
+        """Final hidden states that predict each completion token ``[n, c, d]`` and the output head ``[d, v]``."""
+        start, width = self.prompt_width, rows.tokens.shape[1] - self.prompt_width
+        mask = attention_mask(rows.prompt_lengths, rows.lengths, start, width)
+        hidden = self.model.hidden(params, rows.tokens[:, :-1], mask[:, :-1])
+        return HiddenHead(hidden[:, start - 1 :], self.model.head(params)[:, : self.vocab_size])
+
+    def logprobs(self, params: Tree, rows: Batch) -> tuple[Float[Array, "n c"], Float[Array, "n c"]]:
+        """Log-probability at the sampling temperature and entropy (nats) of every completion position."""
+        hidden, head = self.hidden_head(params, rows)
+        return token_logprobs(hidden, head, rows.tokens[:, self.prompt_width :], self.temperature)
+
+
+def _means(sums: LossSums) -> dict[str, Array]:
+    """The sums of a step as means over its valid tokens."""
+    mean = jax.tree.map(lambda total: total / jnp.maximum(sums.tokens, 1.0), sums)
+    return {
+        "loss": sums.loss,
+        "entropy": mean.entropy,
+        "clip/share": mean.clipped,
+        "ratio/mean": mean.ratio,
+        "importance/mean": mean.importance,
+        "importance/capped": mean.capped,
+        "kl/batch": mean.step_kl,
+        "kl/reference": mean.reference_kl,
+        "kl/mismatch": sums.mismatch / jnp.maximum(sums.ended_tokens, 1.0),
+    }
+
+
+def _valid_tokens(batch: Batch) -> Bool[Array, "n c"]:
+    return completion_mask(batch.lengths, batch.rollout_logprobs.shape[1]) & batch.valid[:, None]
+
+
+def _row_fields(batch: Batch) -> dict[str, Array]:
+    fields = batch._asdict()
+    return {k: v for k, v in fields.items() if k not in ("probe", "check") and v is not None}
+
+
+def _take(batch: Batch, rows: Int[Array, " r"]) -> Batch:
+    return batch._replace(**{k: v[rows] for k, v in _row_fields(batch).items()})
+
+
+def _over_micro_batches(function: Callable, batch: Batch, micro_batch: int, initial: Tree) -> Tree:
+    """Sum of ``function(rows)`` over micro-batches, accumulated in place in the carry of a scan."""
+    count = batch.tokens.shape[0] // micro_batch if micro_batch else 1
+    if count == 1:
+        return function(batch)
+    # Row i goes to micro-batch i mod count, so that a batch split over devices stays split in every micro-batch.
+    split = {k: v.reshape(-1, count, *v.shape[1:]).swapaxes(0, 1) for k, v in _row_fields(batch).items()}
+
+    def body(total: Tree, rows: dict[str, Array]) -> tuple[Tree, None]:
+        return jax.tree.map(jnp.add, total, function(batch._replace(**rows))), None
+
+    return jax.lax.scan(body, initial, split)[0]
+
+
+def make_score(policy: Policy, micro_batch: int) -> Callable[[Tree, Tree, Batch], Float[Array, "n c"]]:
+    """Jitted ``score(train, frozen, batch)``: log-probabilities ``[n, c]`` of the rows under other weights."""
+
+    def score(train: Tree, frozen: Tree, batch: Batch) -> Float[Array, "n c"]:
+        params = merge(train, frozen)
+        fields = _row_fields(batch)
+        size = micro_batch or batch.tokens.shape[0]
+        split = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in fields.items()}
+        scored = jax.lax.map(lambda rows: policy.logprobs(params, batch._replace(**rows))[0], split)
+        return scored.reshape(batch.rollout_logprobs.shape)
+
+    return jax.jit(score)
+
+
+def make_update(
+    policy: Policy,
+    tx: optax.GradientTransformationExtraArgs,
+    spec: SketchSpec,
+    loss: LossSettings,
+    *,
+    sketched: bool = True,
+    kl_control: bool = True,
+    micro_batch: int = 0,
+    mismatch: bool = False,
+    probe_tokens: int = 4096,
+    check_responses: int = 0,
+    state_shardings: Tree = None,
+) -> Callable[[TrainState, Tree, Batch], tuple[TrainState, dict[str, Array]]]:
+    """Jitted ``update(state, frozen, batch) -> (state, metrics)``; ``state`` is donated.
+
+    Args:
+      policy: the model with its sampling temperature and widths.
+      tx: the optimizer; one from :func:`logra_jax.logra` or any other, wrapped in ``guard_nonfinite``.
+      spec: which leaves are sketched, and how.
+      loss: aggregation, clipping, importance cap and reference KL.
+      sketched: take sketches of the targets; False takes dense gradients, for a dense optimizer.
+      kl_control: ``tx`` has a ``scale_by_predicted_kl`` link, which is given the prediction on the probe.
+      micro_batch: rows per forward and backward pass; 0 takes all rows at once. The result does not depend on it.
+      mismatch: subtract the running mismatch of rollout and trainer from the KL budget.
+      probe_tokens: longest response prefix, in tokens, that the KL probe looks at.
+      check_responses: responses of the probe on which the KL that really came out is measured, in float32.
+      state_shardings: ``out_shardings`` of the state on a mesh.
+
+    Metrics are float32 scalars; ``ok`` is False when a sketch or the prediction was not finite, and then nothing moved.
+    """
+
+    def gradient(train: Tree, frozen: Tree, batch: Batch, step: Array) -> tuple[LossSums, Tree]:
+        # Counts of the whole step, so that the micro-batches add up to exactly one mean.
+        total_tokens = jnp.sum(_valid_tokens(batch), dtype=jnp.float32)
+        total_sequences = jnp.sum(batch.valid, dtype=jnp.float32)
+
+        def of_rows(rows: Batch) -> tuple[LossSums, Tree]:
+            mask = _valid_tokens(rows)
+
+            def value(train: Tree) -> tuple[Array, LossSums]:
+                logprobs, entropy = policy.logprobs(merge(train, frozen), rows)
+                return policy_loss(
+                    logprobs, entropy, rows.old_logprobs, rows.rollout_logprobs, rows.ref_logprobs,
+                    rows.advantages, mask, mask & rows.stopped[:, None], loss,
+                    total_tokens=total_tokens, total_sequences=total_sequences,
+                )  # fmt: skip
+
+            if sketched:
+                (_, sums), grads = sketched_value_and_grad(value, spec, has_aux=True)(train, step=step)
+            else:
+                (_, sums), grads = jax.value_and_grad(value, has_aux=True)(train)
+            return sums, grads
+
+        shapes = jax.eval_shape(of_rows, batch)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return _over_micro_batches(of_rows, batch, micro_batch, zeros)
+
+    def update(state: TrainState, frozen: Tree, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        train = state.train
+        step = sketch_count(state.opt_state) if sketched else jnp.zeros((), jnp.int32)
+        sums, grads = gradient(train, frozen, batch, step)
+        metrics = _means(sums) | {"grad/norm": optax.global_norm(grads)}
+        average = mismatch_average(state.mismatch, metrics["kl/mismatch"]) if mismatch else state.mismatch
+
+        probe = _take(batch, batch.probe)
+        longest = min(probe.tokens.shape[1], policy.prompt_width + probe_tokens)
+        probe = probe._replace(
+            tokens=probe.tokens[:, :longest],
+            lengths=jnp.minimum(probe.lengths, longest - policy.prompt_width),
+        )
+        probe_mask = completion_mask(probe.lengths, longest - policy.prompt_width)
+        predicted = predict_kl(
+            lambda train: policy.hidden_head(merge(train, frozen), probe), train, spec,
+            step=step, mask=probe_mask, temperature=policy.temperature,
+        )  # fmt: skip
+
+        exact = policy._replace(model=policy.model.replace(compute_dtype="float32"))
+        checked = jax.tree.map(lambda leaf: leaf[:check_responses], probe._replace(probe=None, check=None))
+
+        def check_hidden(train: Tree) -> HiddenHead:
+            return exact.hidden_head(merge(train, frozen), checked)
+
+        if check_responses:
+            # Taken before the weights are written over; the branch costs nothing on the other updates.
+            shapes = jax.eval_shape(check_hidden, train)
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            before = jax.lax.cond(batch.check, check_hidden, lambda _: zeros, train)
+
+        updates, opt_state = tx.update(
+            grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average
+        )
+        new_train = apply_updates(train, updates)
+
+        metrics["ok"] = step_ok(opt_state)
+        if kl_control:
+            link = kl_link(opt_state)
+            metrics |= {
+                "kl/predicted": link.alpha**2 * link.predicted_kl,
+                "kl/alpha": link.alpha,
+                "kl/budget": link.budget,
+            }
+        if check_responses:
+
+            def measure(new_train: Tree) -> Array:
+                return policy_kl(
+                    before, check_hidden(new_train), probe_mask[:check_responses], policy.temperature
+                )
+
+            metrics["kl/realized"] = jax.lax.cond(
+                batch.check, measure, lambda _: jnp.full((), jnp.nan, jnp.float32), new_train
+            )
+        return TrainState(new_train, opt_state, average), metrics
+
+    out = None if state_shardings is None else (state_shardings, None)
+    return jax.jit(update, donate_argnums=0, out_shardings=out)
