@@ -4,8 +4,8 @@ Started by logra_jax.rl.reward as `python -m logra_jax.rl.grading KIND`, it talk
 pipes that were its stdin and stdout; whatever graded code prints goes nowhere. Requests and replies hold
 plain values only:
 
-    math:             {"seconds": 5.0, "gold": text, "completion": text} -> {"score": 1.0}
-    module:function:  {"seconds": 5.0, "prompts": [..], "completions": [..], "columns": {..}} -> {"scores": [..]}
+    kind math: {"seconds": 5.0, "gold": text, "completion": text} -> {"score": 1.0}
+    otherwise: {"seconds": 5.0, "prompts": [..], "completions": [..], "columns": {..}} -> {"scores": [..]}
 
 A reply is {"error": last line of the traceback} where the graded code raised, {"late": true} where it took
 longer than `seconds`, {"bad_gold": reason} where the gold answer cannot be used. Code that never comes back

@@ -82,7 +82,7 @@ def check_columns(path: str | Path, wanted: Sequence[str]) -> list[str]:
     """
     path = _existing(path)
     if _is_parquet(path):
-        found = list(_parquet().read_schema(path).names)
+        found = list(_parquet(path, "read_schema").names)
     else:
         first = next(_jsonl_rows(path), None)
         if first is None:
@@ -272,12 +272,15 @@ def _is_parquet(path: Path) -> bool:
     return path.suffix.lower() == ".parquet"
 
 
-def _parquet() -> Any:
+def _parquet(path: Path, part: Literal["read_schema", "read_table"]) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
         raise UserError("reading Parquet needs pyarrow: pip install 'logra-jax[parquet]'") from None
-    return pyarrow.parquet
+    try:
+        return getattr(pyarrow.parquet, part)(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -285,12 +288,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not _is_parquet(path):
         yield from _jsonl_rows(path)
         return
-    pq = _parquet()
-    try:
-        table = pq.read_table(path)
-    except Exception as error:
-        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
-    for number, row in enumerate(table.to_pylist(), start=1):
+    for number, row in enumerate(_parquet(path, "read_table").to_pylist(), start=1):
         yield f"{path}: row {number}", row
 
 

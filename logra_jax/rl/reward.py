@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class Grader:
     def close(self) -> None:
         """Ends the worker processes, if any. May be called again; also happens when the interpreter exits."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Grader":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -88,7 +88,7 @@ def make_reward(
     "exact": 1.0 when group 1 of the last match of the regex `pattern` (without one: the completion) equals
         the answer column's text, spaces around both removed, else 0.0. In-process: keep the pattern simple.
     "module:function": function(prompts, completions, columns) -> N numbers, importable from the current
-        directory, called once per batch in a worker process; row by row where that call raises or takes too long.
+        directory, called once per batch in a worker process; row by row where that call raises or hangs.
 
     timeout_s: seconds, per answer for "math", per call for a function. workers: processes, at least 1.
     Raises UserError for an unknown kind and for a function that cannot be imported or called.
@@ -220,6 +220,9 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.getenv("PYTHONPATH"))))},
             start_new_session=True,
         )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.input, self.output = self.process.stdin, self.process.stdout
         self.task: int | None = None
         self.ready = False
         self.deadline = time.monotonic() + START_SECONDS
@@ -227,30 +230,28 @@ class _Worker:
 
     def send(self, task: int, request: dict[str, Any], seconds: float) -> None:
         self.task, self.deadline = task, time.monotonic() + seconds + KILL_AFTER
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(
-                json.dumps({**request, "seconds": seconds}, default=str).encode() + b"\n"
-            )
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died; the end of its output says so
+        message = json.dumps({**request, "seconds": seconds}, default=str).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError):  # it died; the end of its output says so
+            self.input.write(message)
+            self.input.flush()
 
     def receive(self) -> dict[str, Any] | None:
         """The reply once complete, None before, {"error": ..} from an ended process. Call when readable."""
-        assert self.process.stdout is not None
-        data = os.read(self.process.stdout.fileno(), 1 << 20)
+        data = os.read(self.output.fileno(), 1 << 20)
         self._received += data
         if self._received.endswith(b"\n"):
             reply, self._received = json.loads(self._received), b""
             return reply
         return None if data else {"error": "the grading process ended", "ended": True}
 
+    def close_input(self) -> None:
+        """Asks the process to end by itself."""
+        with contextlib.suppress(BrokenPipeError):
+            self.input.close()
+
     def end(self, patience: float = 0.0) -> None:
         """Lets the process end by itself for `patience` seconds, then kills it and its children."""
-        if self.process.stdin is not None and not self.process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
+        self.close_input()
         if patience:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(patience)
@@ -258,8 +259,7 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self.output.close()
 
 
 class _Pool:
@@ -303,43 +303,40 @@ class _Pool:
         until_ready: bool = False,
     ) -> None:
         waiting = list(range(len(requests)))[::-1]
+        once: set[int] = set()  # requests that already lost a worker
         with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
-                selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+            watched: set[_Worker] = set()
             while True:
                 for worker in self._workers:
                     if worker.ready and worker.task is None and waiting:
                         task = waiting.pop()
                         worker.send(task, requests[task], self._timeout_s)
-                busy = [w for w in self._workers if w.task is not None]
-                starting = [w for w in self._workers if not w.ready]
-                if not busy and not waiting and not (until_ready and starting):
+                pending = [w for w in self._workers if w.task is not None or not w.ready]
+                if not (waiting or any(w.task is not None for w in pending) or (until_ready and pending)):
                     return
-                watched = busy + starting
-                patience = max(0.0, min(deadline, *(w.deadline for w in watched)) - time.monotonic())
-                for key, _ in selector.select(patience):
-                    self._receive(key.data, replies)
+                for worker in watched.difference(
+                    self._workers
+                ):  # first, as new pipes may reuse their numbers
+                    selector.unregister(worker.output)
+                for worker in set(self._workers).difference(watched):
+                    selector.register(worker.output, selectors.EVENT_READ, worker)
+                watched = set(self._workers)
+                patience = min(deadline, *(w.deadline for w in pending), math.inf) - time.monotonic()
+                for key, _ in selector.select(max(0.0, patience)):
+                    self._receive(key.data, replies, waiting, once)
                 now = time.monotonic()
-                for worker in [
-                    w for w in watched if w in self._workers and now > w.deadline and not _idle(w)
-                ]:
-                    if not worker.ready:
-                        raise UserError(
-                            f"reward.kind {self._kind}: no answer within {START_SECONDS} s of its start"
-                        )
-                    self._drop(worker)  # its reply stays {"late": True}
-                for worker in [w for w in watched if w not in self._workers]:
-                    selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
+                for worker in [w for w in self._workers if w in pending and now > min(w.deadline, deadline)]:
+                    if not worker.ready and now > worker.deadline:
+                        raise UserError(f"reward.kind {self._kind}: a worker took {START_SECONDS} s to start")
+                    if worker.task is not None:
+                        self._drop(worker)  # its reply stays {"late": True}
                 if now > deadline:
-                    for worker in [w for w in self._workers if w.task is not None]:
-                        self._drop(worker)
                     return
-                missing = min(len(waiting), self.size - len(self._workers))
-                for worker in [_Worker(self._kind) for _ in range(missing)]:
-                    self._workers.append(worker)
-                    selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # type: ignore[arg-type]
+                self.start(min(self.size, len(self._workers) + len(waiting)))
 
-    def _receive(self, worker: _Worker, replies: list[dict[str, Any]]) -> None:
+    def _receive(
+        self, worker: _Worker, replies: list[dict[str, Any]], waiting: list[int], once: set[int]
+    ) -> None:
         reply = worker.receive()
         if reply is None:
             return
@@ -349,11 +346,16 @@ class _Pool:
                 raise UserError(f"reward.kind {self._kind} cannot be used: {reply['error']}")
             worker.ready = True
             return
-        if worker.task is not None:
-            replies[worker.task] = reply
-        worker.task = None
+        task, worker.task = worker.task, None
         if "ended" in reply:
             self._drop(worker)
+            # The request may be innocent of the first death (the system was out of memory, say).
+            if task is not None and task not in once:
+                once.add(task)
+                waiting.append(task)
+                return
+        if task is not None:
+            replies[task] = reply
 
     def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)
@@ -363,13 +365,8 @@ class _Pool:
         self._finalizer()
 
 
-def _idle(worker: _Worker) -> bool:
-    return worker.ready and worker.task is None
-
-
 def _end_all(workers: list[_Worker]) -> None:
     for worker in workers:
-        if worker.process.stdin is not None and not worker.process.stdin.closed:
-            worker.process.stdin.close()
+        worker.close_input()
     while workers:
         workers.pop().end(patience=0.5)

@@ -1,7 +1,7 @@
 """Tokenizers from local model folders; transformers is imported lazily and without a word about torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise UserError(f"cannot read the tokenizer in {folder}: {reason}") from error
 
 
-def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+def decode(tokenizer: Any, ids: Iterable[int]) -> str:
     """Text of token ids for rewards and logs: special tokens dropped, ids without an entry ignored.
 
     A model may have more rows than the tokenizer has entries; such ids (and negative ones) have no text.

@@ -1,0 +1,228 @@
+r"""Which answers are right. Graded by real workers, whole table at once, as the trainer does."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from logra_jax.rl.math_answer import BadGold, last_box, score
+from logra_jax.rl.reward import make_reward
+
+CASES = Path(__file__).parents[1] / "cases/grader.jsonl"
+# Reports about neighbouring graders; a score marked `policy` is a choice made here: the last box counts, no
+# box earns nothing, symbols ignore case, a gold answer that cannot be evaluated drops the row (null).
+ROWS = [json.loads(line) for line in CASES.read_text().splitlines()]
+
+# gold, content of the box, right score
+PAIRS = [
+    # the whole box must parse; nothing is picked out of it
+    ("4", r"4\sqrt(2)", 0),
+    (r"4\sqrt{2}", r"4\sqrt(2)", 1),
+    ("f(x)=0", r"\forall x>0, f(x)=0", 0),
+    ("12", "1 2", 0),
+    ("5", "5,6", 0),
+    ("5", r"5 \text{ or } 6", 0),
+    # clock times and ratios
+    ("12:00", "1:00", 0),
+    ("12:00", "12:00", 1),
+    ("1:2:3", "2:4:6", 1),
+    ("1:2:3", "1:3:2", 0),
+    ("3:2", "6:4", 1),
+    ("a:b", "b:a", 0),
+    # equations and inequalities, up to a factor
+    ("3*x-1*y+13=0", "3x+4y+14=0", 0),
+    ("3x-y+13=0", "y=3x+13", 1),
+    ("y=2x+1", "2x-y+1=0", 1),
+    ("x^2+y^2=4", "y^2+x^2-4=0", 1),
+    ("x=1", "y=1", 0),
+    ("x=5", "5", 1),
+    ("5", "x=5", 1),
+    ("x<5", "5>x", 1),
+    ("x<5", "x>5", 0),
+    ("x<5", r"x\le 5", 0),
+    ("-x<-5", "x>5", 1),
+    ("f(x)=x^2", "x^2", 1),
+    ("f(x)=x^2", "f(x)=x^3", 0),
+    # expressions, equal where both are real
+    ("|x|", "x", 0),
+    (r"\sqrt{x^2}", "x", 0),
+    ("x^2-1", "(x-1)(x+1)", 1),
+    ("x^2-1", "(x-1)(x+2)", 0),
+    ("(-1)^{n+1}", "-(-1)^n", 1),
+    ("n!", "n(n-1)!", 1),
+    (r"\cos 2x", r"1-2\sin^2 x", 1),
+    (r"\sin x", r"\cos x", 0),
+    ("x+1", "y+1", 0),
+    ("10^{-20}x", r"2\cdot10^{-20}x", 0),
+    # decimals: exact, or a rounding with six digits
+    ("0.333333", r"\frac13", 1),
+    (r"\frac13", "0.3333", 0),
+    (r"\frac23", "0.666667", 1),
+    (r"\frac23", "0.666666", 1),
+    (r"\frac23", "0.666668", 0),
+    (r"\sqrt{2}", "1.41421356", 1),
+    (r"\sqrt2", "1.41421366", 0),
+    (r"\pi", "3.14", 0),
+    ("2", "1.9999999", 0),
+    ("2.5", "2.50001", 0),
+    ("18.9", "18.90", 1),
+    (r"0.1\overline{6}", "1/6", 1),
+    (r"3.0\times 10^8", "300000000", 1),
+    ("3^{1000}", "3^{1000}+1", 0),
+    ("10^{-20}", r"2\cdot 10^{-20}", 0),
+    (r"\{10^{-9},2\}", r"\{2\cdot10^{-9},2\}", 0),
+    ("0", r"\sqrt{2}+\sqrt{3}-\sqrt{5+2\sqrt{6}}", 1),
+    ("5!", "120", 1),
+    ("3", r"\log_2 8", 1),
+    (r"e^{i\pi}", "-1", 1),
+    ("2+3i", "2-3i", 0),
+    # percent, money, units, words
+    ("28", r"28\%", 1),
+    (r"28\%", "0.28", 1),
+    ("0.28", "28", 0),
+    (r"\$18.90", "18.90", 1),
+    ("10", r"10\text{ cm}", 1),
+    (r"\text{(C)}", "C", 1),
+    ("A", "B", 0),
+    (r"\text{east}", r"\text{west}", 0),
+    # tuples, intervals, sets, matrices
+    ("(1,2)", "(2,1)", 0),
+    ("(1, 2)", "[1,2]", 0),
+    (r"(\frac12, 3)", "(0.5,3)", 1),
+    ("(1,2,3)", "(1,2,4)", 0),
+    ("1,2,3", "3,2,1", 1),
+    ("1,2,3", "1,2", 0),
+    (r"\pm 2", "2,-2", 1),
+    (r"\infty", r"-\infty", 0),
+    (r"\begin{pmatrix}1/2\\3\end{pmatrix}", r"\begin{pmatrix}0.5\\3\end{pmatrix}", 1),
+]
+
+
+def completion(row: dict) -> str:
+    if "terms" in row:
+        return "\\boxed{" + "+".join(f"x^{{{power}}}" for power in range(row["terms"])) + "}"
+    if "pieces" in row:
+        return "".join(text * count for text, count in row["pieces"])
+    return row["completion"]
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with make_reward("math", answer_column="answer", timeout_s=2.0, workers=2) as grader:
+        yield grader
+
+
+@pytest.fixture(scope="module")
+def reported(grader):
+    texts = [completion(row) for row in ROWS]
+    scores = grader.grade([""] * len(ROWS), texts, {"answer": [row["gold"] for row in ROWS]})
+    return dict(zip((row["id"] for row in ROWS), scores.tolist(), strict=True)), grader.counts
+
+
+@pytest.fixture(scope="module")
+def paired(grader):
+    texts = [f"so \\boxed{{{box}}}." for _, box, _ in PAIRS]
+    return grader.grade([""] * len(PAIRS), texts, {"answer": [gold for gold, _, _ in PAIRS]}).tolist()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["id"] for row in ROWS])
+def test_reported_case(reported, row):
+    got = reported[0][row["id"]]
+    if row["score"] == "any":
+        assert got in (0.0, 1.0)
+    elif row["score"] is None:
+        assert math.isnan(got)
+    else:
+        assert got == row["score"], row["note"]
+
+
+def test_reported_cases_that_never_finish_are_counted(reported):
+    # The unsolvable integral is stopped by its limit; the other huge answers (a dozen) are refused before
+    # they are evaluated. A busy machine may add a slow one.
+    assert 1 <= reported[1].timeouts <= 3
+    assert reported[1].errors == 1  # the gold answer that cannot be evaluated
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS)), ids=[f"{gold} | {box}" for gold, box, _ in PAIRS])
+def test_pair(paired, number):
+    assert paired[number] == PAIRS[number][2]
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed {3}", "3"),
+        (r"\boxed{\boxed{5} + 1}", r"\boxed{5} + 1"),
+        (r"\boxed{4} and \boxed{5", "4"),
+        (r"{ stray \boxed{6} }", "6"),
+        (r"\boxed{}", ""),
+        (r"\boxed5", None),
+        (r"\fbox{5}", None),
+        (r"\boxed{5\}", None),
+        ("", None),
+    ],
+)
+def test_last_complete_box(text, content):
+    assert last_box(text) == content
+
+
+def test_last_box_takes_linear_time():
+    start = time.perf_counter()
+    assert last_box("\\boxed{" * 100_000) is None
+    assert last_box("\\boxed{" * 50_000 + "1" + "}" * 50_000) is not None
+    assert time.perf_counter() - start < 3.0
+
+
+def test_gold_may_be_boxed_itself_and_must_not_be_empty():
+    assert score(r"The answer is \boxed{8}.", r"\boxed{8}") == 1.0
+    assert score(r"The answer is \boxed{8}.", r"\boxed{9}") == 0.0
+    with pytest.raises(BadGold):
+        score("  ", r"\boxed{}")
+
+
+def test_long_completion_is_graded_on_its_tail(grader):
+    texts = [r"\boxed{7}" + " x" * 60_000, " x" * 60_000 + r"\boxed{7}"]
+    assert grader.grade(["", ""], texts, {"answer": ["7", "7"]}).tolist() == [0.0, 1.0]
+
+
+def test_order_is_kept_among_slow_and_fast_rows(grader):
+    golds = [str(n) for n in range(40)]
+    texts = [f"\\boxed{{{n if n % 3 else n + 1}}}" for n in range(40)]
+    texts[1] = r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}"
+    expected = [float(n % 3 != 0) for n in range(40)]
+    expected[1] = 0.0
+    np.testing.assert_array_equal(grader.grade([""] * 40, texts, {"answer": golds}), expected)
+
+
+def test_worker_modules_import_no_jax():
+    code = "import sys, logra_jax.rl.grading, logra_jax.rl.math_answer; print('jax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "False\n"
+
+
+def test_memory_of_the_checker_is_limited():
+    code = "from logra_jax.rl import grading; grading._math(); bytearray(3 << 30)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "MemoryError" in out.stderr
+
+
+def test_orphaned_worker_ends_its_own_endless_loop():
+    # No parent to kill it, and an alarm that graded code has switched off: the CPU timer is left.
+    code = (
+        "import signal; from logra_jax.rl import grading; grading.GRACE = 0.3\n"
+        "signal.signal(signal.SIGPROF, signal.SIG_DFL)\n"
+        "def spin(request):\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "    while True: pass\n"
+        "grading._limited(spin, {}, 0.2)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=30)
+    assert out.returncode == -27  # SIGPROF
