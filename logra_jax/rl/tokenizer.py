@@ -1,9 +1,11 @@
 """Tokenizers from local model folders; transformers is imported lazily and without a word about torch."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from logra_jax.errors import UserError
 
@@ -36,7 +38,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise UserError(f"cannot read the tokenizer in {folder}: {reason}") from error
 
 
-def decode(tokenizer: Any, ids: Iterable[int]) -> str:
+def decode(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> str:
     """Text of token ids for rewards and logs: special tokens dropped, ids without an entry ignored.
 
     A model may have more rows than the tokenizer has entries; such ids (and negative ones) have no text.

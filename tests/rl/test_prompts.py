@@ -217,7 +217,7 @@ def test_settings_that_cannot_work(jsonl, tokenizer, fixtures):
     with pytest.raises(UserError, match="does not belong to this model"):
         load(path, tokenizer, vocab_size=10)
     with pytest.raises(UserError, match="role and content"):
-        load(jsonl(rows(([{"role": "user"}], "1"))), tokenizer, template="chat")
+        load(jsonl(rows(([{"role": "user"}], "1")), "other.jsonl"), tokenizer, template="chat")
     bare = load_tokenizer(fixtures / "tiny-qwen3")
     bare.chat_template = None
     with pytest.raises(UserError, match=r"data\.template=plain"):
