@@ -1,0 +1,150 @@
+"""The evaluation loop with a sampler that plays back known answers, and once with a real one."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from logra_jax.errors import UserError
+from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.rl.evaluate import evaluate, pass_at_k
+from logra_jax.rl.rollout import Rollout, Sampler
+
+END = 9
+# Answers by prompt id and sample; 9 ends one, -1 stands for padding.
+ANSWERS = {
+    10: [[1, 2, END, -1], [9, -1, -1, -1], [3, 4, 5, 6]],
+    11: [[2, END, -1, -1], [2, 2, END, -1], [7, 7, 7, END]],
+    12: [[5, END, -1, -1], [1, END, -1, -1], [1, 2, END, -1]],
+}
+
+
+class PlayedBack(Sampler):
+    """Takes the place of a sampler; remembers what it was asked."""
+
+    def __init__(self):
+        object.__setattr__(self, "calls", [])
+
+    def generate(self, params, tokens, lengths, ids, n, seed, update):
+        self.calls.append((tokens.shape, ids.tolist(), n, seed, update))
+        new = np.array([ANSWERS[i][s] for i in ids.tolist() for s in range(n)], np.int32)
+        ends = new == END
+        stopped = ends.any(1)
+        return Rollout(
+            tokens=np.concatenate([np.repeat(tokens, n, axis=0), new], axis=1),
+            prompt_lengths=np.repeat(lengths, n),
+            lengths=np.where(stopped, ends.argmax(1) + 1, 4).astype(np.int32),
+            logprobs=np.zeros(new.shape, np.float32),
+            stopped=stopped,
+        )
+
+
+def make_prompts(count=3):
+    return SimpleNamespace(
+        tokens=np.full((count, 2), 8, np.int32),
+        lengths=np.full(count, 2, np.int32),
+        ids=np.arange(10, 10 + count, dtype=np.int32),
+        texts=[f"q{i}" for i in range(count)],
+        columns={"answer": [f"a{i}" for i in range(count)]},
+    )
+
+
+class Table:
+    """Rewards by (prompt, answer), 0 where nothing is said."""
+
+    def __init__(self, scores):
+        self.scores, self.seen = scores, []
+
+    def grade(self, prompts, completions, columns):
+        self.seen.append((list(prompts), list(completions), columns))
+        return np.array([self.scores.get(x, 0.0) for x in zip(prompts, completions, strict=True)], np.float32)
+
+
+def decode(ids):
+    return "".join(str(i) for i in ids)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_counts(batch):
+    sampler = PlayedBack()
+    scores = {("q0", "12"): 1.0, ("q0", ""): 0.5, ("q1", "2"): 1.5, ("q1", "22"): 1.0, ("q2", "5"): math.nan}
+    grader, stops = Table(scores), []
+    metrics, records = evaluate(
+        sampler, None, make_prompts(), grader, decode=decode, batch=batch, samples=3, ks=(1, 2, 3), seed=4,
+        update=6, after_batch=lambda: stops.append(1),
+    )  # fmt: skip
+    # The end token and what follows are no part of the text; nothing is cut from an answer that did not end.
+    texts = ["12", "", "3456", "2", "22", "777", "5", "1", "12"]
+    assert [r.completion for r in records] == texts
+    assert [r.prompt for r in records] == ["q0"] * 3 + ["q1"] * 3 + ["q2"] * 3
+    want = [1.0, 0.5, 0, 1.5, 1, 0, math.nan, 0, 0]
+    np.testing.assert_array_equal([r.reward for r in records], want)
+    # One grading call, columns beside their rows.
+    (seen,) = grader.seen
+    assert seen[1] == texts
+    assert seen[2] == {"answer": ["a0"] * 3 + ["a1"] * 3 + ["a2"] * 3}
+    # Every call has the same shape, padded rows are counted nowhere.
+    assert {call[0] for call in sampler.calls} == {(batch, 2)}
+    assert len(sampler.calls) == len(stops) == math.ceil(3 / batch)
+    assert {call[2:] for call in sampler.calls} == {(3, 4, 6)}
+    assert metrics == {
+        "accuracy": pytest.approx(3 / 8),
+        "reward": pytest.approx(4.0 / 8),
+        "length": pytest.approx((3 + 1 + 4 + 2 + 3 + 4 + 2 + 2 + 3) / 9),
+        "cut_off": pytest.approx(1 / 9),
+        "dropped": 1.0,
+        "pass@1": pytest.approx((1 / 3 + 2 / 3 + 0) / 3),
+        "pass@2": pytest.approx((2 / 3 + 1 + 0) / 3),
+        "pass@3": 1.0,  # of the prompts with three graded answers, both have a right one
+    }
+
+
+def test_pass_at_k_is_the_share_of_all_choices():
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                choices = list(itertools.combinations(range(n), k))
+                share = sum(any(i < c for i in choice) for choice in choices) / len(choices)
+                assert pass_at_k(n, c, k) == pytest.approx(share)
+    for bad in ((3, 4, 1), (3, -1, 1), (3, 1, 4), (3, 1, 0)):
+        with pytest.raises(ValueError, match="must hold"):
+            pass_at_k(*bad)
+
+
+def test_nothing_graded():
+    grader = Table({(f"q{i}", t): math.nan for i, t in enumerate(["12", "2", "5"])})
+    metrics, _ = evaluate(PlayedBack(), None, make_prompts(), grader, decode=decode, batch=2, ks=(1,))
+    assert math.isnan(metrics["accuracy"])
+    assert math.isnan(metrics["reward"])
+    assert math.isnan(metrics["pass@1"])
+    assert metrics["dropped"] == 3
+
+
+def test_bad_input():
+    with pytest.raises(UserError, match="no prompt"):
+        evaluate(PlayedBack(), None, make_prompts(0), Table({}), decode=decode, batch=2)
+    for k in (0, 3):
+        with pytest.raises(UserError, match=f"pass@{k}"):
+            evaluate(
+                PlayedBack(), None, make_prompts(), Table({}), decode=decode, batch=2, samples=2, ks=(k,)
+            )
+
+
+def test_batches_do_not_change_what_is_sampled():
+    config = ModelConfig(
+        model_type="qwen2", vocab_size=12, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4,
+        max_position_embeddings=32, tie_word_embeddings=True, qkv_bias=True,
+    )  # fmt: skip
+    model = CausalLM(config)
+    params = model.init_params(jax.random.key(0))
+    sampler = Sampler(model, max_new_tokens=4, end_ids=(END,), vocab_size=10, pad_id=0, temperature=1.0)
+    results = [
+        evaluate(sampler, params, make_prompts(), Table({}), decode=decode, batch=batch, samples=4)
+        for batch in (2, 3)
+    ]
+    assert [r.completion for r in results[0].records] == [r.completion for r in results[1].records]
+    assert len({r.completion for r in results[0].records}) > 8
