@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
@@ -22,6 +23,8 @@ from logra_jax.models.layers import DecoderLayer, Embedding, Linear, RMSNorm, ro
 from logra_jax.models.names import name_table
 
 Params = dict[str, Any]
+Ids = Int[Array | np.ndarray, "batch time"]
+Mask = Int[Array | np.ndarray, "batch time"] | Bool[Array | np.ndarray, "batch time"]
 DTYPES = ("float32", "bfloat16")
 
 # On a CPU the loop over layers costs about a seventh of a gradient, so a short stack is unrolled there.
@@ -106,8 +109,8 @@ class CausalLM:
     def hidden(
         self,
         params: Params,
-        input_ids: Int[Array, "batch time"],
-        attention_mask: Int[Array, "batch time"] | Bool[Array, "batch time"] | None = None,
+        input_ids: Ids,
+        attention_mask: Mask | None = None,
         cache: Cache | None = None,
     ) -> Any:
         """Hidden states after the final norm, `[batch, time, hidden]` in the compute dtype.
@@ -121,7 +124,7 @@ class CausalLM:
         if attention_mask is None:
             real = jnp.ones((batch, time), jnp.bool_)
         else:
-            real = attention_mask.astype(jnp.bool_)
+            real = jnp.asarray(attention_mask, jnp.bool_)
         counted = jnp.cumsum(real.astype(jnp.int32), axis=1)
         if cache is None:
             slots, offset, valid, kv = time, jnp.zeros((), jnp.int32), real, None
@@ -137,7 +140,9 @@ class CausalLM:
         mask = seen[None] & valid[:, None, :]
 
         graphs = _parts(self.config).graphs
-        x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(input_ids, self.compute_dtype)
+        x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(
+            jnp.asarray(input_ids), self.compute_dtype
+        )
         x, kv = self._layers(params["layers"], x, positions, mask, kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
@@ -174,8 +179,8 @@ class CausalLM:
     def logits(
         self,
         params: Params,
-        input_ids: Int[Array, "batch time"],
-        attention_mask: Int[Array, "batch time"] | Bool[Array, "batch time"] | None = None,
+        input_ids: Ids,
+        attention_mask: Mask | None = None,
     ) -> Float[Array, "batch time vocab"]:
         """Logits of the next token at every position, in float32. See `hidden` for the mask."""
         return project(self.hidden(params, input_ids, attention_mask), self.head(params))

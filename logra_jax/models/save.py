@@ -44,9 +44,9 @@ def save_hf(
 
     With `model.source`, the tensor names, shards, index, per-tensor dtypes, config.json, tokenizer, template
     and generation config are the source's: loading and saving unchanged gives the same bytes, and a float32
-    copy of bfloat16 weights is rounded back. `dtype` ("float32" or "bfloat16") stores all tensors in one
-    dtype instead. A tied head is left out. Without a source, one file and a config.json are written, in the dtypes
-    of the parameters.
+    copy of bfloat16 weights is rounded back. `dtype` ("float32" or "bfloat16") stores all tensors in that
+    dtype instead. A tied head is left out. Without a source, one file and a config.json are written, in the
+    dtypes of the parameters.
 
     The folder appears complete or not at all: it is written beside its place and renamed. Raises UserError if
     it exists and `overwrite` is not set, if the source is gone or no longer fits, or if a value overflows
@@ -73,7 +73,11 @@ def save_hf(
         if folder.exists():
             old = folder.with_name(f".{folder.name}.old-{mark}")
             os.rename(folder, old)
-            os.rename(partial, folder)
+            try:
+                os.rename(partial, folder)
+            except OSError:
+                os.rename(old, folder)
+                raise
             shutil.rmtree(old)
         else:
             os.rename(partial, folder)
@@ -113,17 +117,21 @@ def _layout(
     if not Path(model.source).is_dir():
         raise UserError(
             f"the folder the model was loaded from, {model.source}, is gone, and with it its tokenizer "
-            f"and file layout; bring it back, or save weights and config.json alone with model.replace(source=None)"
+            f"and file layout; bring it back, or save "
+            f"weights and config.json alone with model.replace(source=None)"
         )
     layout: Layout = {}
     metadata = {}
     for file in open_shards(Path(model.source)):
         ordered = sorted(file.entries.items(), key=lambda item: item[1].begin)
-        layout[file.path.name] = {
+        kept = {
             name: (entry.dtype if code is None else code, shapes[name])
             for name, entry in ordered
             if name in shapes
         }
+        if not kept:
+            continue  # a shard that held nothing but the head of a tied model
+        layout[file.path.name] = kept
         metadata[file.path.name] = {"format": "pt"} | dict(file.metadata or {})
     stored = {name for tensors in layout.values() for name in tensors}
     if stored != shapes.keys():
@@ -199,7 +207,7 @@ def _copy_side_files(source: Path, target: Path, layout: Layout) -> None:
         index = read_json(source, INDEX)
         before = json.dumps(index)
         index["weight_map"] = {
-            name: file for name, file in index["weight_map"].items() if name in layout[file]
+            name: file for name, file in index["weight_map"].items() if name in layout.get(file, {})
         }
         counts = [
             (int(np.prod(shape, dtype=np.int64)), DTYPES[code].itemsize)
