@@ -1,0 +1,202 @@
+"""The last link of a chain, the low-rank updates it emits, and how they reach the weights."""
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from logra_jax._shapes import Array
+from logra_jax.errors import UserError
+from logra_jax.optim.links import needs_params, value_at
+from logra_jax.optim.projection import expand_leaf, expand_matrix, from_stack, to_stack, weight_keys
+from logra_jax.optim.spec import Matrix, SketchSpec, map_leaves
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["factor", "key_data", "decay"],
+    meta_fields=["distribution", "in_axes", "out_axes"],
+)
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The update W <- (1 - decay) W + A^T D of one leaf: a pytree node in place of the full-size update.
+
+    factor D: float32 `[..., r, d]`, downhill and scaled. key_data: uint32 `[..., 2]`, the keys of A. decay:
+    float32 scalar. An engine that holds W needs no more than these, A's distribution, and
+    `logra_jax.optim.twin`.
+    """
+
+    factor: Any
+    key_data: Any
+    decay: Any
+    distribution: str
+    in_axes: tuple[int, ...]
+    out_axes: tuple[int, ...]
+
+    def matrix(self, shape: tuple[int, ...]) -> Matrix:
+        """How the matrices lie in the leaf of that shape."""
+        return Matrix("", (), shape, self.in_axes, self.out_axes)
+
+
+class LiftState(NamedTuple):
+    """Updates so far, int32."""
+
+    count: Any
+
+
+def lift(
+    spec: SketchSpec, weight_decay: Any = 0.0, learning_rate: Any = 1.0, dense: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Sketch-shaped directions become updates of the weights; stands last.
+
+        W <- (1 - learning_rate weight_decay) W + A^T D
+
+    D comes in downhill and scaled: neither the learning rate nor alpha of the KL link is applied to it here,
+    and the decay, which has full rank, is not scaled by alpha. Leaves that are not targets pass, without
+    decay.
+
+    Args:
+      spec: that of the sketches.
+      weight_decay, learning_rate: numbers or schedules of the update number; only their product counts.
+      dense: emit full-shape float32 updates for `optax.apply_updates` (convenient, not free of memory)
+        instead of `LowRank` nodes for `logra_jax.apply_updates`.
+
+    Neither kind passes `optax.MultiSteps` or `optax.apply_if_finite` (they want updates shaped like the
+    gradients): add up sketches of one step instead, and use `guard_nonfinite`.
+
+    Raises:
+      UserError: an update is not sketch-shaped.
+    """
+
+    def init_fn(params: Any) -> LiftState:
+        spec.matrices(params)
+        return LiftState(jnp.zeros((), jnp.int32))
+
+    def update_fn(updates: Any, state: LiftState, params: Any = None, **extra_args: Any) -> Any:
+        del extra_args
+        params = needs_params("lift", params)
+        decay = value_at(weight_decay, state.count) * value_at(learning_rate, state.count)
+
+        def one(matrix: Matrix | None, leaf: Any, update: Any) -> Any:
+            if matrix is None:
+                return update
+            if isinstance(update, LowRank):
+                raise UserError(
+                    f"lift: the update of {matrix.path} is lifted already; use one lift, at the end"
+                )
+            if update.shape != matrix.sketch_shape(spec.rank):
+                raise UserError(
+                    f"lift: the update of {matrix.path} has shape {update.shape}, not that of a sketch "
+                    f"{matrix.sketch_shape(spec.rank)}; put sketch(spec) first in the chain"
+                )
+            keys = weight_keys(spec, matrix, state.count)
+            if dense:
+                full = expand_leaf(update.astype(jnp.float32), keys, matrix, spec.distribution)
+                return full - decay * leaf.astype(jnp.float32)
+            factor = update.astype(jnp.float32)
+            return LowRank(factor, keys, decay, spec.distribution, matrix.in_axes, matrix.out_axes)
+
+        new = map_leaves(one, spec.matrices(params), params, updates)
+        return new, LiftState(optax.safe_increment(state.count))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def apply_updates(train: Any, updates: Any) -> Any:
+    """The new parameters. Low-rank updates are added matrix by matrix, in place when `train` is donated to
+    `jax.jit`.
+
+    Arithmetic is float32, the result has the parameter's dtype (so bfloat16 weights lose what is below their
+    resolution). Full-shape updates are added as `optax.apply_updates` does; None stays None.
+    """
+
+    def one(leaf: Any, update: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(update, LowRank):
+            return _add_low_rank(leaf, update)
+        return (leaf.astype(jnp.float32) + update.astype(jnp.float32)).astype(leaf.dtype)
+
+    return jax.tree.map(one, train, updates, is_leaf=lambda x: x is None)
+
+
+def _add_low_rank(leaf: Array, update: LowRank) -> Array:
+    matrix = update.matrix(leaf.shape)
+    keep = 1 - update.decay
+
+    def new_core(core: Array, factor: Array, key: Array) -> Array:
+        """One matrix in the leaf's own layout, stack axes gone."""
+        plan = update.matrix(core.shape)
+        change = from_stack(expand_matrix(factor, key, matrix.k, update.distribution)[None], plan)
+        return (keep * core.astype(jnp.float32) + change).astype(core.dtype)
+
+    if not matrix.batch:
+        return new_core(leaf, update.factor, update.key_data)
+    factors = update.factor.reshape(-1, *update.factor.shape[-2:])
+    keys = update.key_data.reshape(-1, 2)
+    n = len(matrix.batch_axes)
+    leading = matrix.batch_axes == tuple(range(n))
+    # A loop that writes into its carry reuses the donated buffer; a scan would hold a second copy of all
+    # weights.
+    stack = leaf.reshape(-1, *leaf.shape[n:]) if leading else to_stack(leaf, matrix)
+
+    def body(i: Array, buffer: Array) -> Array:
+        def take(x):
+            return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+        core = take(buffer)
+        if leading:
+            new = new_core(core, take(factors), take(keys))
+        else:
+            change = expand_matrix(take(factors), take(keys), matrix.k, update.distribution)
+            new = (keep * core.astype(jnp.float32) + change).astype(core.dtype)
+        return lax.dynamic_update_index_in_dim(buffer, new, i, 0)
+
+    stack = lax.fori_loop(0, prod(matrix.batch), body, stack)
+    return stack.reshape(leaf.shape) if leading else from_stack(stack, matrix)
+
+
+def state_shardings(tx: optax.GradientTransformation, train: Any) -> Any:
+    """Shardings for the state of `tx`, for `jax.jit(tx.init, out_shardings=state_shardings(tx, train))`.
+
+    A state leaf whose key path ends in a parameter's path follows that parameter: one of the same shape has
+    its sharding, one without its input axis (second moments of rows) or with r in place of it (momentum) has
+    it with that axis taken out or not split. Everything else, counters above all, is replicated over the
+    same mesh.
+
+    Args:
+      tx: any optax transformation, chains, `partition`, `masked` and `inject_hyperparams` included.
+      train: arrays, or `ShapeDtypeStruct`s that carry shardings.
+    """
+    params = [(tuple(path), leaf) for path, leaf in jax.tree.leaves_with_path(train)]
+    meshes = [x.sharding.mesh for _, x in params if isinstance(x.sharding, NamedSharding)]
+    replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else params[0][1].sharding
+
+    def one(path: Any, leaf: Any) -> Any:
+        for own, param in params:
+            if own and tuple(path)[-len(own) :] == own:
+                return _follow(param, leaf.shape) or replicated
+        return replicated
+
+    return jax.tree.map_with_path(one, jax.eval_shape(tx.init, train))
+
+
+def _follow(param: Any, shape: tuple[int, ...]) -> Any:
+    """The parameter's sharding for a state leaf of a related shape, None for an unrelated one."""
+    own = tuple(param.shape)
+    if shape == own:
+        return param.sharding
+    if len(own) < 2 or not isinstance(param.sharding, NamedSharding):
+        return None
+    axes = (*param.sharding.spec, *(None,) * (len(own) - len(param.sharding.spec)))
+    if shape == (*own[:-2], own[-1]):
+        return NamedSharding(param.sharding.mesh, PartitionSpec(*axes[:-2], axes[-1]))
+    if len(shape) == len(own) and (*shape[:-2], shape[-1]) == (*own[:-2], own[-1]):
+        return NamedSharding(param.sharding.mesh, PartitionSpec(*axes[:-2], None, axes[-1]))
+    return None

@@ -1,0 +1,84 @@
+"""A chain that moves nothing when a number in it is not usable."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from logra_jax._shapes import Array, Bool
+from logra_jax.errors import UserError
+from logra_jax.optim.links import all_finite, find_states
+from logra_jax.optim.predicted_kl import PredictedKLState
+
+
+class GuardState(NamedTuple):
+    """ok: whether the last update was usable. inner_state: the guarded transformation's state."""
+
+    ok: Bool[Array, ""]
+    inner_state: Any
+
+
+def guard_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx`, inside the program without effect for gradients, updates or predictions that are not finite.
+
+    Donated buffers leave no way back after a step, so the check is part of it. After a bad one all updates,
+    weight decay included, are exactly zero and the state is what it was, counters included; only the flags
+    tell: `step_ok(state)` is False, and the KL link's state has alpha 0, ok False and the unusable
+    prediction. A KL link that found its own prediction unusable counts as bad too.
+
+    Wrap the whole chain, `lift` included.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init_fn(params: Any) -> GuardState:
+        return GuardState(jnp.asarray(True), inner.init(params))
+
+    def update_fn(updates: Any, state: GuardState, params: Any = None, **extra_args: Any) -> Any:
+        new, after = inner.update(updates, state.inner_state, params, **extra_args)
+        links = find_states(after, PredictedKLState)
+        ok = all_finite(updates) & all_finite(new)
+        for link in links:
+            ok = ok & link.ok
+        # The KL links' own numbers are judged by their ok; a bad prediction is kept for the message.
+        ok = ok & all_finite(_without_links(after))
+
+        def select(kept: Any, moved: Any) -> Any:
+            if isinstance(moved, PredictedKLState):
+                return PredictedKLState(
+                    count=jnp.where(ok, moved.count, kept.count),
+                    alpha=jnp.where(ok, moved.alpha, 0.0),
+                    predicted_kl=moved.predicted_kl,
+                    budget=moved.budget,
+                    ok=ok,
+                )
+            return jnp.where(ok, moved, kept)
+
+        chosen = jax.tree.map(select, state.inner_state, after, is_leaf=_is_link)
+        zeroed = jax.tree.map(
+            lambda u: jnp.where(ok, u, jnp.zeros((), u.dtype)) if jnp.issubdtype(u.dtype, jnp.inexact) else u,
+            new,
+        )
+        return zeroed, GuardState(ok, chosen)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def step_ok(state: Any) -> Bool[Array, ""]:
+    """Whether the last update was usable, from the outermost `guard_nonfinite` in an optimizer state.
+
+    Raises:
+      UserError: there is none.
+    """
+    found = find_states(state, GuardState)
+    if not found:
+        raise UserError("step_ok: this optimizer state has no guard_nonfinite(...)")
+    return found[0].ok
+
+
+def _is_link(node: Any) -> bool:
+    return isinstance(node, PredictedKLState)
+
+
+def _without_links(state: Any) -> Any:
+    return jax.tree.map(lambda node: None if _is_link(node) else node, state, is_leaf=_is_link)
