@@ -107,8 +107,8 @@ def _refuse() -> optax.GradientTransformation:
         if jax.tree.leaves(params):
             first = leaves_with_paths(params)[0][0]
             raise UserError(
-                f"logra: {first} is trained but is no target; pass dense=, an optax optimizer for such leaves, or "
-                "freeze them (train, frozen = spec.split(params))"
+                f"logra: {first} is trained but is no target; pass dense=, an optax optimizer for such "
+                "leaves, or freeze them (train, frozen = spec.split(params))"
             )
         return optax.EmptyState()
 

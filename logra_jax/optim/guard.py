@@ -40,8 +40,7 @@ def guard_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransform
         ok = all_finite(updates) & all_finite(new)
         for link in links:
             ok = ok & link.ok
-        # The KL links' own numbers are judged by their ok; a bad prediction is kept for the message.
-        ok = ok & all_finite(_without_links(after))
+        ok = ok & ~_broken(state.inner_state, after)
 
         def select(kept: Any, moved: Any) -> Any:
             if isinstance(moved, PredictedKLState):
@@ -80,5 +79,13 @@ def _is_link(node: Any) -> bool:
     return isinstance(node, PredictedKLState)
 
 
-def _without_links(state: Any) -> Any:
-    return jax.tree.map(lambda node: None if _is_link(node) else node, state, is_leaf=_is_link)
+def _broken(before: Any, after: Any) -> Any:
+    """Whether a number of the state has ceased to be finite. KL links are judged by their own ok instead."""
+
+    def one(old: Any, new: Any) -> Any:
+        if _is_link(new) or not jnp.issubdtype(new.dtype, jnp.inexact):
+            return jnp.asarray(False)
+        return jnp.any(jnp.isfinite(old) & ~jnp.isfinite(new))
+
+    flags = jax.tree.leaves(jax.tree.map(one, before, after, is_leaf=_is_link))
+    return jnp.any(jnp.stack(flags)) if flags else jnp.asarray(False)

@@ -16,15 +16,16 @@ from logra_jax.errors import UserError
 from logra_jax.optim.apply import LowRank
 from logra_jax.optim.links import all_finite, find_states, value_at
 from logra_jax.optim.slot import place
-from logra_jax.optim.spec import Matrix, SketchSpec, leaves_with_paths, map_leaves
+from logra_jax.optim.spec import Matrix, SketchSpec, leaves_with_paths
 
 _CHUNK = 256  # positions whose logits exist at one time
 
 
 class PredictedKLState(NamedTuple):
-    """count: int32, updates so far. The others are those of the last update: alpha, the factor its direction
-    was scaled by; predicted_kl, q of the unscaled direction in nats per token (the step taken has alpha^2
-    q); budget, the effective one; ok, False where the prediction was unusable and nothing moved.
+    """count: int32, updates so far. The rest is about the last update.
+
+    alpha: the factor its direction was scaled by. predicted_kl: q of the unscaled direction, nats per token (the
+    step taken has alpha^2 q). budget: the effective one. ok: False where the prediction was unusable.
     """
 
     count: Any
@@ -35,19 +36,19 @@ class PredictedKLState(NamedTuple):
 
 
 class HiddenHead(NamedTuple):
-    """Last hidden states `[..., D]` and the output matrix `[D, V]`: logits that are never formed all at
-    once."""
+    """Last hidden states `[..., D]` and the output matrix `[D, V]`: logits never formed all at once."""
 
     hidden: Any
     head: Any
 
 
 def scale_by_predicted_kl(budget: Any, alpha_max: Any = 3.0) -> optax.GradientTransformationExtraArgs:
-    """Scales the whole proposed step so that the KL divergence it predicts stays within a budget (arXiv
-    2610.06647).
+    """Scales the whole step so that the KL divergence it predicts stays within a budget (arXiv 2610.06647).
 
-        q = predict_kl(step)        alpha = min(alpha_max, sqrt(delta / q)), 1 where q is 0        step <-
-        alpha step delta = max(budget - kl_mismatch, budget / 2)
+        q     = predict_kl(step)
+        delta = max(budget - kl_mismatch, budget / 2)
+        alpha = min(alpha_max, sqrt(delta / q)), 1 where q is 0
+        step <- alpha step
 
     Stands outside `optax.partition` and `optax.masked`, so that it sees the whole step, after everything
     that rescales and before `lift`. It bounds any optimizer: with dense updates the prediction is taken
@@ -100,7 +101,7 @@ def scale_by_predicted_kl(budget: Any, alpha_max: Any = 3.0) -> optax.GradientTr
         alpha = jnp.where(ok, jnp.where(q == 0, 1.0, alpha), 0.0)
 
         # A select, not a product: 0 times an infinite update is not 0.
-        def scale(u):
+        def scale(u: Array) -> Array:
             return jnp.where(ok, u.astype(jnp.float32) * alpha, 0.0).astype(u.dtype)
 
         count = optax.safe_increment(state.count)
@@ -110,14 +111,14 @@ def scale_by_predicted_kl(budget: Any, alpha_max: Any = 3.0) -> optax.GradientTr
 
 
 def _check_whole(tree: Any) -> None:
-    def stop(x):
+    def stop(x: Any) -> bool:
         return isinstance(x, optax.MaskedNode | LowRank)
 
     for node in jax.tree.leaves(tree, is_leaf=stop):
         if isinstance(node, optax.MaskedNode):
             raise UserError(
-                "scale_by_predicted_kl: stands inside optax.partition or optax.masked, where it sees a part of the "
-                "step; put it after them: chain(partition(...), scale_by_predicted_kl(...), lift(...))"
+                "scale_by_predicted_kl: stands inside optax.partition or optax.masked, where it sees a "
+                "part of the step; put it after: chain(partition(...), scale_by_predicted_kl(...), lift(...))"
             )
         if isinstance(node, LowRank):
             raise UserError(
@@ -151,10 +152,12 @@ def predict_kl(
 ) -> Callable[[Any], Float[Array, ""]]:
     """Returns the function updates -> q: the KL divergence in nats per token that a proposed step predicts.
 
-    With z_dot the change of the logits along the whole step at once (one Jacobian-vector product), p =
-    softmax(z / T) and c = z_dot / T - E_p[z_dot / T]:
+    With z_dot the change of the logits along the whole step at once (one Jacobian-vector product):
 
-        q_token = 1/2 E_p[c^2]        q = mean of q_token, weighted by the mask (0 where the mask is all 0)
+        p       = softmax(z / T)
+        c       = z_dot / T - E_p[z_dot / T]
+        q_token = 1/2 E_p[c^2]
+        q       = mean of q_token, weighted by the mask (0 where the mask is all 0)
 
     Close the result over inside the jitted step; functions cannot be arguments of `jax.jit`.
 
@@ -213,15 +216,11 @@ def predict_kl(
 
 
 def _sketched(train: Any, updates: Any, spec: SketchSpec | None) -> dict[str, Matrix]:
-    """The targets whose update is a sketch. One of the leaf's own shape (plain Adam's) moves along a dense
-    tangent."""
+    """The targets whose update is a sketch. One of its leaf's shape (plain Adam's) moves along a dense tangent."""
     if spec is None:
         return {}
-    matrices = spec.matrices(train)
-    shapes = dict(
-        leaves_with_paths(map_leaves(lambda _, leaf, u: jnp.zeros(u.shape, bool), {}, train, updates))
-    )
-    return {path: m for path, m in matrices.items() if shapes[path].shape == m.sketch_shape(spec.rank)}
+    by_path = dict(leaves_with_paths(updates))
+    return {p: m for p, m in spec.matrices(train).items() if by_path[p].shape == m.sketch_shape(spec.rank)}
 
 
 def _weighted(z: Array, z_dot: Array, mask: Array, temperature: Any) -> Float[Array, ""]:
@@ -267,8 +266,7 @@ def _in_chunks(
 
 
 def cosine_budget(start: float, end: float, steps: int) -> Callable[[Any], Any]:
-    """Schedule from `start` at update 0 to `end` at update steps - 1 along a half cosine, constant
-    afterwards."""
+    """Schedule from `start` at update 0 along a half cosine to `end` at update steps - 1, then constant."""
     if steps < 1 or not start > 0 or not end > 0:
         raise UserError(
             f"cosine_budget: start {start} and end {end} must be above 0, steps {steps} at least 1"

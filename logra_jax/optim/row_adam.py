@@ -9,7 +9,7 @@ import optax
 
 from logra_jax._shapes import Array
 from logra_jax.errors import UserError
-from logra_jax.optim.spec import SketchSpec, map_leaves
+from logra_jax.optim.spec import SketchSpec, map_leaves, sketch_zeros
 
 
 class RowAdamState(NamedTuple):
@@ -45,8 +45,8 @@ def scale_by_row_adam(
         norm-preserving:  D = S / (rms_t + max(eps mean(rms_t), tiny)), times ||S||_F / ||D||_F, per matrix
 
     v belongs to output rows, so it outlives the redraw of a projection. With b1 the numerator S becomes
-    M <- b1 M + (1 - b1) S, divided by 1 - b1^n, n counted since the projection was drawn; M starts anew with
-    it.
+    M <- b1 M + (1 - b1) S, divided by 1 - b1^n, n counted since the projection was drawn; M starts anew
+    with it.
 
     Sums are scaled so that sketches of any size that float32 holds, dead rows and zero sketches give finite
     results; a zero sketch gives exactly zero. A leaf with fewer than two axes is treated entry by entry.
@@ -77,12 +77,8 @@ def scale_by_row_adam(
         rms = map_leaves(lambda m, leaf: jnp.zeros(row_shape(m, leaf), jnp.float32), matrices, params)
         momentum = None
         if with_momentum and spec is not None:
-            rank = spec.rank
-
-            def shape(m, leaf):
-                return tuple(leaf.shape) if m is None else m.sketch_shape(rank)
-
-            momentum = map_leaves(lambda m, leaf: jnp.zeros(shape(m, leaf), jnp.float32), matrices, params)
+            like = sketch_zeros(params, matrices, spec.rank)
+            momentum = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
         return RowAdamState(jnp.zeros((), jnp.int32), rms, momentum)
 
     def update_fn(updates: Any, state: RowAdamState, params: Any = None, **extra_args: Any) -> Any:
@@ -120,8 +116,8 @@ def _row_rms(s: Array, old: Array, b2: Any) -> Array:
         now = largest * jnp.sqrt(jnp.mean(jnp.square(s / unit[..., None, :]), axis=-2))
     if now.shape != old.shape:
         raise UserError(
-            f"scale_by_row_adam: an update of shape {s.shape} does not fit its second moment {old.shape}; put "
-            "sketch(spec) before it, and give it spec= where a target's matrix is not the last two axes"
+            f"scale_by_row_adam: an update of shape {s.shape} does not fit its second moment {old.shape}; "
+            "put sketch(spec) before it, and pass spec= where a target's matrix is not its last two axes"
         )
     return jnp.hypot(jnp.sqrt(jnp.float32(b2)) * old, jnp.sqrt(jnp.float32(1 - b2)) * now)
 
@@ -133,8 +129,7 @@ def _plain(s: Array, rms: Array, eps: Any) -> Array:
 
 
 def _norm_preserving(s: Array, rms: Array, eps: Any) -> Array:
-    """The norm-preserving form. The common factor of 1/den cancels, so min(den)/den in (0, 1] stands for
-    it."""
+    """The norm-preserving form. A common factor of 1/den cancels, so min(den)/den in (0, 1] stands for it."""
     axes = tuple(range(s.ndim))[-2:]
     tiny = np.finfo(np.float32).tiny
     floor = jnp.maximum(jnp.float32(eps) * jnp.mean(rms, axis=-1, keepdims=True), tiny) if s.ndim else tiny
@@ -144,7 +139,7 @@ def _norm_preserving(s: Array, rms: Array, eps: Any) -> Array:
     unit = s / jnp.where(largest > 0, largest, 1.0)
     d = _rows(inverse, s) * unit
 
-    def norm(x):
+    def norm(x: Array) -> Array:
         return jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))
 
     length = norm(d)

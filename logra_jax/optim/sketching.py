@@ -10,7 +10,7 @@ from logra_jax.errors import UserError
 from logra_jax.optim.apply import LowRank
 from logra_jax.optim.links import find_states, needs_params
 from logra_jax.optim.projection import sketch_leaf, weight_keys
-from logra_jax.optim.spec import Matrix, SketchSpec, map_leaves
+from logra_jax.optim.spec import Matrix, SketchSpec, map_leaves, sketch_zeros
 
 
 class SketchState(NamedTuple):
@@ -48,8 +48,8 @@ def sketch(spec: SketchSpec) -> optax.GradientTransformationExtraArgs:
             if update.shape == matrix.shape:
                 return sketch_leaf(update, weight_keys(spec, matrix, state.count), matrix, spec)
             raise UserError(
-                f"sketch: the update of {matrix.path} has shape {update.shape}; expected a gradient {matrix.shape} "
-                f"or a sketch {matrix.sketch_shape(spec.rank)}"
+                f"sketch: the update of {matrix.path} has shape {update.shape}; expected a gradient "
+                f"{matrix.shape} or a sketch {matrix.sketch_shape(spec.rank)}"
             )
 
         params = needs_params("sketch", params)
@@ -60,8 +60,7 @@ def sketch(spec: SketchSpec) -> optax.GradientTransformationExtraArgs:
 
 
 def sketched(inner: optax.GradientTransformation, spec: SketchSpec) -> optax.GradientTransformationExtraArgs:
-    """`inner` for use after `sketch(spec)`: its `init` and `update` see sketch-shaped stand-ins for the
-    targets.
+    """`inner` for use after `sketch(spec)`: it sees sketch-shaped stand-ins for the targets' parameters.
 
     `optax.chain` hands the full parameters to every link's `init`, so a transformation with buffers like the
     parameters (`optax.scale_by_adam`) would make full ones. The stand-ins are zeros; a transformation that
@@ -70,10 +69,7 @@ def sketched(inner: optax.GradientTransformation, spec: SketchSpec) -> optax.Gra
     inner = optax.with_extra_args_support(inner)
 
     def stand_ins(params: Any) -> Any:
-        def shape(m, leaf):
-            return leaf if m is None else jnp.zeros(m.sketch_shape(spec.rank), jnp.float32)
-
-        return map_leaves(shape, spec.matrices(params), params)
+        return sketch_zeros(params, spec.matrices(params), spec.rank)
 
     def init_fn(params: Any) -> Any:
         return inner.init(stand_ins(params))

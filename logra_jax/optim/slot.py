@@ -1,5 +1,4 @@
-"""How a sketch is taken: a primitive whose derivative is the sketch, and a stand-in for the kernel that uses
-it.
+"""How a sketch is taken: a function whose derivative is the sketch, and a stand-in for the kernel that uses it.
 
 A target kernel W `[k, d]` gets a slot U `[r, d]` that is zero:
 
@@ -25,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from logra_jax._shapes import Array, Float
 from logra_jax.errors import UserError
 from logra_jax.optim.projection import expand_leaf, signs, weight_keys
-from logra_jax.optim.spec import Matrix, SketchSpec, leaves_with_paths, map_leaves, path_string
+from logra_jax.optim.spec import Matrix, SketchSpec, leaves_with_paths, map_leaves, path_string, sketch_zeros
 
 
 @partial(
@@ -110,8 +109,8 @@ def _matmul_jvp(static: tuple[str, bool], primals: Any, tangents: Any) -> tuple[
     y = _matmul(static, x, kernel, key_data, u)
     if not isinstance(kernel_dot, SymbolicZero) and not probe:
         raise UserError(
-            f"a sketched kernel of shape {kernel.shape} is also differentiated itself; its dense gradient would be "
-            "zero. Take sketches with sketched_value_and_grad, and train a weight either sketched or densely"
+            f"a sketched kernel of shape {kernel.shape} is also differentiated itself; its dense "
+            "gradient would be zero. Take sketches with sketched_value_and_grad, and train a weight one way only"
         )
     y_dot = None
     if not isinstance(x_dot, SymbolicZero):
@@ -143,7 +142,7 @@ def _materialize_jvp(static: tuple[Matrix, str], primals: Any, tangents: Any) ->
     kernel_dot, _, u_dot = tangents
     if not isinstance(kernel_dot, SymbolicZero):
         raise UserError(
-            f"{matrix.path} is a target of the sketch and is also differentiated itself; train it one way only"
+            f"{matrix.path} is a target of the sketch and is differentiated itself as well; train it one way only"
         )
     if isinstance(u_dot, SymbolicZero):
         return kernel, zero_from_primal(kernel, symbolic_zeros=True)
@@ -152,25 +151,11 @@ def _materialize_jvp(static: tuple[Matrix, str], primals: Any, tangents: Any) ->
     return kernel, expand(key_data, u_dot).astype(kernel.dtype)
 
 
-def _zero_slots(train: Any, matrices: dict[str, Matrix], spec: SketchSpec | None) -> Any:
-    """`train` with a zero U `[..., r, d]` in place of every target."""
-
-    def one(matrix: Matrix | None, leaf: Any) -> Any:
-        if matrix is None or spec is None:
-            return leaf
-        return jnp.zeros(matrix.sketch_shape(spec.rank), jnp.float32)
-
-    return map_leaves(one, matrices, train)
-
-
-def _place(
-    train: Any, matrices: dict[str, Matrix], spec: SketchSpec | None, step: Any, free: Any, how: str
-) -> Any:
-    """`train` with its targets as slots ("slots", "probe") or as W + A^T U ("arrays"), and `free`'s leaves
-    elsewhere."""
+def _place(train: Any, matrices: dict[str, Matrix], spec: SketchSpec, step: Any, free: Any, how: str) -> Any:
+    """`train` with targets as slots ("slots", "probe") or W + A^T U ("arrays"), and `free`'s leaves elsewhere."""
 
     def one(matrix: Matrix | None, leaf: Any, other: Any) -> Any:
-        if matrix is None or spec is None:
+        if matrix is None:
             return other
         key_data = weight_keys(spec, matrix, step)
         if how == "arrays":
@@ -183,11 +168,11 @@ def _place(
 def with_slots(train: Any, spec: SketchSpec, step: Any) -> Any:
     """`train` with every target replaced by a `Slot` whose u is zero, drawn for update number `step`."""
     matrices = spec.matrices(train)
-    return _place(train, matrices, spec, step, _zero_slots(train, matrices, spec), "slots")
+    return _place(train, matrices, spec, step, sketch_zeros(train, matrices, spec.rank), "slots")
 
 
 def takes_slots(
-    fn: Callable[[Any], Any], train: Any, matrices: dict[str, Matrix], spec: SketchSpec | None, step: Any
+    fn: Callable[[Any], Any], train: Any, matrices: dict[str, Matrix], spec: SketchSpec, step: Any
 ) -> bool:
     """Whether fn(train) can run on slots and uses the targets in `x @ W` alone.
 
@@ -206,7 +191,7 @@ def takes_slots(
         elsewhere = elsewhere or not isinstance(tangents[0], SymbolicZero)
         return primals[0], tangents[0]
 
-    free = _zero_slots(train, matrices, spec)
+    free = sketch_zeros(train, matrices, spec.rank)
 
     def along(kernels: dict[str, Any]) -> Any:
         def run(moving: dict[str, Any]) -> Any:
@@ -230,16 +215,16 @@ def place(
     step: Any,
     materialize: bool | None,
 ) -> tuple[Any, Callable[[Any], Any]]:
-    """(free, tree): the leaves to differentiate, and the function that turns them into what the model is
-    given.
+    """(free, tree): the leaves to differentiate, and the function that makes the model's parameters of them.
 
-    `free` is `train` with zero U at the targets. `materialize`: True for arrays, False for slots, None to
-    ask.
+    `free` is `train` with zero U at the targets. `materialize`: True for arrays, False for slots, None to ask.
     """
+    if spec is None or not matrices:
+        return train, lambda free: free
     arrays = not takes_slots(fn, train, matrices, spec, step) if materialize is None else materialize
     how = "arrays" if arrays else "slots"
     return (
-        _zero_slots(train, matrices, spec),
+        sketch_zeros(train, matrices, spec.rank),
         lambda free: _place(train, matrices, spec, step, free, how),
     )
 
@@ -247,8 +232,7 @@ def place(
 def sketched_value_and_grad(
     loss_fn: Callable[..., Any], spec: SketchSpec, has_aux: bool = False, materialize: bool | None = None
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad(loss_fn)`, with the sketch A G `[..., r, d]` (float32) in place of a target's
-    gradient.
+    """Like `jax.value_and_grad(loss_fn)`, with sketches A G `[..., r, d]` (float32) for the targets' gradients.
 
     Args:
       loss_fn: loss_fn(train, *args) -> scalar, or (scalar, aux). It gets `train` with targets as `Slot`s.
@@ -261,8 +245,7 @@ def sketched_value_and_grad(
 
     Returns:
       A function (train, *args, step) -> (value, gradients). `step` is the number of the update, an int or
-      int32
-      scalar: `sketch_count(opt_state)`. Sketches of several batches at one step may be added.
+      int32 scalar: `sketch_count(opt_state)`. Sketches of several batches at one step may be added.
 
     Raises:
       UserError: a target is differentiated itself as well.

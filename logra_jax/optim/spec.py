@@ -38,8 +38,8 @@ class Target:
         axes = (*self.in_axes, *self.out_axes)
         if not (self.in_axes and self.out_axes) or any(a >= 0 for a in axes) or len(set(axes)) != len(axes):
             raise UserError(
-                f"Target({self.pattern!r}): in_axes {self.in_axes} and out_axes {self.out_axes} must be distinct "
-                "negative numbers, at least one each; count axes from the end"
+                f"Target({self.pattern!r}): in_axes {self.in_axes} and out_axes {self.out_axes} must be "
+                "distinct negative numbers, at least one each; count axes from the end"
             )
         try:
             re.compile(self.pattern)
@@ -149,8 +149,7 @@ class SketchSpec:
     def matrices(self, params: Any) -> dict[str, Matrix]:
         """The sketched leaves of `params` (arrays or `ShapeDtypeStruct`s) by key path.
 
-        A tree that `optax.partition` or `optax.masked` has cut may lack a pattern's leaves; a whole one may
-        not.
+        A tree cut by `optax.partition` or `optax.masked` may lack the leaves of a pattern; a whole one may not.
         """
         used: set[Target] = set()
         found = {}
@@ -163,16 +162,18 @@ class SketchSpec:
             for target in self.all_targets:
                 if target not in used:
                     raise UserError(
-                        f"SketchSpec: target {target.pattern!r} matches no matrix of the parameters; leaves are "
-                        f"called {', '.join(self._examples(params)) or '(there are none)'}"
+                        f"SketchSpec: target {target.pattern!r} matches no matrix of the parameters; leaves "
+                        f"are called {', '.join(self._examples(params)) or '(there are none)'}"
                     )
         return found
 
     def split(self, params: Any, dense: Sequence[str] = ()) -> tuple[Any, Any]:
         """(train, frozen): two trees like `params`, each with None where the leaf is in the other one.
 
-        `train` holds the targets and the other leaves whose key path or weight name matches a pattern of
-        `dense`.
+        `train` holds the targets, and those other leaves whose key path or weight name matches one of `dense`.
+
+        Raises:
+          UserError: a pattern of `dense` matches no leaf; see the class for the targets.
         """
         for pattern in dense:
             if not any(self._matches(pattern, path) for path, _ in leaves_with_paths(params)):
@@ -186,7 +187,7 @@ class SketchSpec:
             if path in matrices or any(self._matches(p, path) for p in dense)
         }
 
-        def pick(side):
+        def pick(side: bool) -> Any:
             return jax.tree.map_with_path(
                 lambda path, leaf: leaf if (path_string(path) in trained) is side else None, params
             )
@@ -199,7 +200,7 @@ class SketchSpec:
         train, _ = self.split(params, dense)
         trained = {path for path, _ in leaves_with_paths(train)}
 
-        def kind(path):
+        def kind(path: str) -> str:
             return "sketched" if path in matrices else "dense" if path in trained else "frozen"
 
         return [(p, kind(p), tuple(x.shape), prod(x.shape)) for p, x in leaves_with_paths(params)]
@@ -207,8 +208,7 @@ class SketchSpec:
     def labels(self, params: Any) -> Any:
         """Tree of "sketched" and "dense", one label per leaf, for `optax.partition`.
 
-        Computed from parameters once: `optax.partition` would call a label function on sketch-shaped updates
-        too.
+        A tree, not a function: `optax.partition` would call one on sketch-shaped updates too.
         """
         matrices = self.matrices(params)
         return map_leaves(lambda m, _: "dense" if m is None else "sketched", matrices, params)
@@ -237,8 +237,8 @@ class SketchSpec:
             if not all(hits):
                 missed = matrix.names[hits.index(False)]
                 raise UserError(
-                    f"SketchSpec: target {target.pattern!r} matches only {sum(hits)} of the {stack} matrices stacked "
-                    f"in {path} (not {missed}); a stack is sketched as a whole, so widen or drop the pattern"
+                    f"SketchSpec: target {target.pattern!r} matches only {sum(hits)} of the {stack} matrices "
+                    f"stacked in {path} (not {missed}); a stack is sketched as a whole, so widen or drop the pattern"
                 )
             if self.rank >= matrix.k:
                 raise UserError(
@@ -250,9 +250,8 @@ class SketchSpec:
 
     def _examples(self, params: Any) -> list[str]:
         paths = [path for path, _ in leaves_with_paths(params)]
-        return [(self._names[p][0] if p in self._names else p) for p in paths[:6]] + ["..."] * (
-            len(paths) > 6
-        )
+        named = [self._names[p][0] if p in self._names else p for p in paths]
+        return named if len(named) <= 6 else [*named[:6], "..."]
 
 
 def merge(train: Any, frozen: Any) -> Any:
@@ -271,10 +270,16 @@ def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def map_leaves(fn: Any, matrices: dict[str, Matrix], tree: Any, *rest: Any) -> Any:
-    """Maps fn(matrix or None, leaf, *rest) over the leaves of `tree`; `rest` may have nodes where it has
-    leaves."""
+    """Maps fn(matrix or None, leaf, *rest) over the leaves of `tree`; `rest` may have nodes in their places."""
     return jax.tree.map_with_path(
         lambda path, leaf, *others: fn(matrices.get(path_string(path)), leaf, *others), tree, *rest
+    )
+
+
+def sketch_zeros(params: Any, matrices: dict[str, Matrix], rank: int) -> Any:
+    """`params` with float32 zeros `[..., r, d]` in place of the targets."""
+    return map_leaves(
+        lambda m, leaf: leaf if m is None else jnp.zeros(m.sketch_shape(rank), jnp.float32), matrices, params
     )
 
 

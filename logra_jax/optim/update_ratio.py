@@ -20,8 +20,7 @@ class UpdateRatioState(NamedTuple):
 
 
 def scale_by_update_ratio(ratio: Any, spec: SketchSpec) -> optax.GradientTransformationExtraArgs:
-    """Scales all directions by one factor, and turns them downhill, so that ||dW|| = ratio ||W|| over all
-    leaves given.
+    """Scales all directions by one factor so that ||dW|| = ratio ||W|| over all leaves, and turns them downhill.
 
     The length of a lifted sketch is ||D A||_F^2 = <D (A A^T), D>, taken with the r x r Gram matrix of each
     projection; the full-size product is never formed. Leaves that are not targets count with their ordinary
@@ -48,19 +47,17 @@ def scale_by_update_ratio(ratio: Any, spec: SketchSpec) -> optax.GradientTransfo
                 return jnp.sum(jnp.square(scaled))
             if update.shape != matrix.sketch_shape(spec.rank):
                 raise UserError(
-                    f"scale_by_update_ratio: the update of {matrix.path} has shape {update.shape}, not that of a "
-                    f"sketch {matrix.sketch_shape(spec.rank)}"
+                    f"scale_by_update_ratio: the update of {matrix.path} has shape {update.shape}, not that "
+                    f"of a sketch {matrix.sketch_shape(spec.rank)}"
                 )
             return _lifted_square(scaled, weight_keys(spec, matrix, state.count), matrix, spec)
 
         squares = jax.tree.leaves(map_leaves(square, spec.matrices(params), params, updates))
         length = jnp.sqrt(_total(squares))
-        weights = jnp.sqrt(
-            _total([jnp.sum(jnp.square(w.astype(jnp.float32))) for w in jax.tree.leaves(params)])
-        )
+        own = [jnp.sum(jnp.square(w.astype(jnp.float32))) for w in jax.tree.leaves(params)]
+        weights = jnp.sqrt(_total(own))
         wanted = value_at(ratio, state.count) * weights
-        # Directions are divided by their largest entry first: no size that float32 holds leaves its range
-        # here.
+        # Directions are divided by their largest entry first, so that none leaves the range of float32 here.
         factor = jnp.where(length > 0, wanted / jnp.where(length > 0, length, 1.0), 0.0)
         new = jax.tree.map(lambda u: (u.astype(jnp.float32) / unit * -factor).astype(u.dtype), updates)
         return new, UpdateRatioState(optax.safe_increment(state.count))
