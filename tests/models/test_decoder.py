@@ -156,8 +156,7 @@ def test_parameter_dtype_and_compute_dtype_are_independent(load_checkpoint):
     )
 
 
-@pytest.mark.parametrize("change", [{"scan_unroll": 1}, {"scan_unroll": 3}, {"remat": "full"}])
-def test_loop_and_recomputation_change_nothing(change, random_params):
+def test_loop_and_recomputation_change_nothing(random_params):
     model = small()
     params = random_params(model)
 
@@ -165,11 +164,20 @@ def test_loop_and_recomputation_change_nothing(change, random_params):
         return jnp.square(model.logits(params, IDS)).mean()
 
     run = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-    base, grads = run(params, model.replace(scan_unroll=2))
-    other, other_grads = run(params, model.replace(**change))
-    np.testing.assert_allclose(other, base, rtol=1e-6)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(a).max(), rtol=0)
+    base, grads = run(params, model.replace(scan_unroll=None))
+    for change in ({"scan_unroll": 1}, {"scan_unroll": 2}, {"scan_unroll": 1, "remat": "full"}):
+        other, other_grads = run(params, model.replace(**change))
+        np.testing.assert_allclose(other, base, rtol=1e-6)
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(a).max(), rtol=0)
+
+
+def test_short_stacks_are_unrolled_on_a_cpu(random_params):
+    """The default leaves no loop in the program of 3 layers, and one in that of 9."""
+    for layers, loops in ((3, 0), (9, 1)):
+        model = small(num_hidden_layers=layers).replace(scan_unroll=None)
+        text = jax.jit(model.hidden).lower(model.abstract_params(), IDS).as_text()
+        assert text.count("stablehlo.while") == loops
 
 
 def test_full_remat_keeps_no_activation_inside_a_layer(random_params):
