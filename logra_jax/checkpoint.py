@@ -60,8 +60,8 @@ class Checkpoints:
         self._keep, self._keep_best, self._async, self._report = keep, keep_best, async_, report
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
-        # Folders are made before save() returns: made in the background, a program that ends right after save()
-        # can hang, since Orbax then waits for folders that nobody makes any more.
+        # Folders are made before save() returns: if made in the background, a program that ends
+        # right after save() could hang, since Orbax would wait for folders that nobody makes any more.
         options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
         try:

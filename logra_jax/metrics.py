@@ -30,9 +30,9 @@ PANELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
 class MetricsWriter:
     """Writes one row of numbers per update to every place asked for.
 
-    A row has `step` (the number of updates before this one) and any other keys. Where present, the progress
-    line uses `reward/mean`, `kl/predicted`, `response/length`, `eval/accuracy` and the `time/..._s`; the curves
-    use those of PANELS, and `eval/updates` (updates before the evaluation) is where `eval/...` belongs.
+    A row has `step` (the number of updates before this one) and any other keys. Where present, the
+    progress line uses `reward/mean`, `kl/predicted`, `response/length`, `eval/accuracy` and `time/..._s`, the
+    curves those of PANELS, and `eval/updates` (updates before the evaluation) is where `eval/...` belongs.
     """
 
     def __init__(

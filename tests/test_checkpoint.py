@@ -179,7 +179,7 @@ def test_other_settings_are_named_not_misread(saved, change, message):
 
 def test_keeps_the_last_and_the_best(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    for step, score in [(1, 0.2), (2, 0.9), (3, None), (4, 0.5), (5, float("nan")), (6, 0.1)]:
+    for step, score in [(1, float("nan")), (2, 0.9), (3, None), (4, 0.5), (5, 0.1), (6, 0.1)]:
         checkpoints.save(step, {"x": jnp.ones(2)}, {}, score)
     checkpoints.close()
     assert steps(tmp_path) == [2, 5, 6]
