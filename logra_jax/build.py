@@ -12,8 +12,9 @@ from logra_jax import models, optim
 from logra_jax.config import Config, check_lengths, check_paths, resolve_path
 from logra_jax.errors import UserError
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
+from logra_jax.models.hf import read_json
 from logra_jax.rl import advantage
-from logra_jax.rl.evaluate import evaluate
+from logra_jax.rl.evaluate import Evaluation, evaluate
 from logra_jax.rl.kl import draw_probe
 from logra_jax.rl.loss import LossSettings
 from logra_jax.rl.prompts import PromptOrder, PromptSet, check_columns, load_prompts, require_rows
@@ -143,7 +144,8 @@ class Run:
 
     def _load_model(self, folder: Any) -> tuple[models.CausalLM, Tree]:
         settings = self.config.model
-        shapes = models.CausalLM(models.ModelConfig.from_folder(folder))
+        raw = read_json(folder, "config.json")
+        shapes = models.CausalLM(models.ModelConfig.from_hf(raw, where=str(folder / "config.json")))
         model, params = models.load_hf(
             folder,
             compute_dtype=settings.compute_dtype,
@@ -324,11 +326,11 @@ class Run:
         rollout, kl = self.config.rollout, self.config.kl
         probe = draw_probe(self.config.seed, step, rollout.prompts, rollout.generations, kl.probe_responses)
         everywhere = partial(jax.device_put, device=self.state_shardings.mismatch)
-        batch = batch._replace(
-            probe=everywhere(probe),
-            check=everywhere(np.array(bool(kl.check_every) and step % kl.check_every == 0)),
-        )
+        check = bool(kl.check_every) and step % kl.check_every == 0
+        batch = batch._replace(probe=everywhere(probe), check=everywhere(np.array(check)))
         state, metrics = self._update(state, self.frozen, batch)
+        if not check:
+            metrics.pop("kl/realized", None)  # measured now and then only
         return state, {name: value.item() for name, value in jax.device_get(metrics).items()}
 
     def rollout_metrics(
@@ -344,3 +346,60 @@ class Run:
             "advantage/zero_share": advantage.zero_share(advantages),
             "rows/dropped": int(np.size(rewards) - graded.size),
         }
+
+    def evaluate(self, state: TrainState) -> Evaluation:
+        """Accuracy and its kin on the held-out prompts, under the same noise at every call."""
+        assert self.held_out is not None
+        settings = self.config.eval
+        return evaluate(
+            self.eval_sampler,
+            optim.merge(state.train, self.frozen),
+            self.held_out,
+            self.grader,
+            decode=partial(decode, self.tokenizer),
+            batch=self._eval_batch(len(self.held_out)),
+            samples=settings.samples,
+            ks=[k for k in (1, 2, 4, 8, 16, 32, 64) if k <= settings.samples] if settings.samples > 1 else (),
+            seed=self.config.seed,
+            place=partial(jax.device_put, device=batch_sharding(self.mesh)),
+            after_batch=self.stop.check,
+        )
+
+    def _eval_batch(self, prompts: int) -> int:
+        """Prompts per call: as many answers at a time as an update takes, a multiple of the fsdp devices."""
+        fsdp = self.mesh.shape["fsdp"]
+        wanted = min(max(self.config.rollout.rows // self.config.eval.samples, 1), prompts)
+        return -(-wanted // fsdp) * fsdp
+
+    def summary(self) -> str:
+        """What is about to run, for people."""
+        config, settings = self.config, self.config.optimizer
+        dense = (r".*",) if settings.others == "adamw" else ()
+        kinds: dict[str, list[int]] = {}
+        for _, kind, _, size in self.spec.summary(optim.merge(self.initial, self.frozen), dense):
+            if settings.name != "logra" and kind == "sketched":
+                kind = "dense"
+            kinds.setdefault(kind, []).append(size)
+        shown = self.model.config
+        weights = ", ".join(f"{sum(sizes):,} {kind} ({len(sizes)} tensors)" for kind, sizes in kinds.items())
+        held_out = "none" if self.held_out is None else f"{len(self.held_out)} prompts of {config.data.eval}"
+        step = (
+            f"ratio {settings.update_ratio}" if settings.update_ratio else f"learning rate {settings.learning_rate}"
+        )
+        control = f"KL budget {config.kl.budget_start} to {config.kl.budget_end}" if config.kl.control else "no KL control"
+        rank = f" rank {settings.rank}" if settings.name == "logra" else ""
+        return "\n".join(
+            [
+                f"model      {config.model.path}: {shown.model_type}, {shown.num_hidden_layers} layers, "
+                f"hidden {shown.hidden_size}, {config.model.compute_dtype} compute",
+                f"weights    {weights}",
+                f"optimizer  {settings.name}{rank}, {step}, {control}",
+                f"data       {len(self.prompts)} prompts of {config.data.train} ({self.prompts.read} rows, "
+                f"{self.prompts.dropped} too long, {self.prompts.truncated} truncated)",
+                f"held out   {held_out}",
+                f"update     {config.rollout.prompts} prompts x {config.rollout.generations} answers, up to "
+                f"{config.rollout.max_new_tokens} tokens, reward {config.reward.kind}",
+                f"devices    {self.mesh.devices.size} x {self.mesh.devices.flat[0].device_kind}, "
+                f"mesh fsdp={self.mesh.shape['fsdp']} tensor={self.mesh.shape['tensor']}",
+            ]
+        )

@@ -27,8 +27,10 @@ class Command:
     dry_run: bool
 
 
-def parse(argv: Sequence[str] | None, program: str, description: str) -> Command:
+def parse(argv: Sequence[str] | None, program: str, description: str, trains: bool = True) -> Command:
     """Read `[--config FILE] [--resume] [--overwrite] [--dry-run] [key=value ...]`; None: `sys.argv`.
+
+    trains: whether the command has the flags of a training run; without them they are all False.
 
     Prints every key for `--help`. Unknown flags leave with code 2; a wrong file or key raises UserError.
     """
@@ -42,16 +44,22 @@ def parse(argv: Sequence[str] | None, program: str, description: str) -> Command
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of settings; without it, the packaged demo"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in out/")
-    parser.add_argument("--overwrite", action="store_true", help="delete what an earlier run left in out/")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and show the set-up; no update"
-    )
+    parser.set_defaults(resume=False, overwrite=False, dry_run=False)
+    if trains:
+        _add_training_flags(parser)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace the file's")
     found = parser.parse_intermixed_args(argv)
     if found.resume and found.overwrite:
         parser.error("--resume keeps what --overwrite deletes: give one of them")
     return Command(load_config(found.config, found.settings), found.resume, found.overwrite, found.dry_run)
+
+
+def _add_training_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in out/")
+    parser.add_argument("--overwrite", action="store_true", help="delete what an earlier run left in out/")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything and show the set-up; no update"
+    )
 
 
 def run(main: Callable[[], int]) -> None:

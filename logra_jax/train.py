@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from logra_jax.build import Run
     from logra_jax.signals import Stopped, StopFlag
 
-    stop = StopFlag()
-    with Run(config, stop) as run:
+    with StopFlag() as stop, Run(config, stop) as run:
         print(run.summary())
         if command.dry_run:
             print("dry run: nothing was trained or written")
@@ -87,22 +86,20 @@ class Trainer:
     """The loop and what it carries from update to update."""
 
     def __init__(self, run: Any, out: Path, *, resume: bool):
-        from logra_jax.checkpoint import Checkpoints
+        from logra_jax.checkpoint import Checkpoints, steps
         from logra_jax.metrics import MetricsWriter
 
         config = run.config
         self.run, self.config, self.out = run, config, out
         self.progress = Progress()
-        self.state = None
         self.checkpoints = Checkpoints(
             out / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best, config.checkpoint.async_
         )
-        if resume and (found := self.checkpoints.restore(run.abstract_checkpoint())) is not None:
-            step, saved, meta = found
-            self.state = run.unpack(saved)
-            self.progress = Progress(**meta)
-            print(f"resumed after {step} updates")
-        if self.state is None:
+        if resume and steps(out / "checkpoints"):
+            found = self.checkpoints.restore(run.abstract_checkpoint())
+            self.state, self.progress = run.unpack(found.state), Progress(**found.meta)
+            print(f"resumed after {found.step} updates")
+        else:
             self.state = run.initial_state()
         self.metrics = MetricsWriter(
             out,
@@ -146,7 +143,7 @@ class Trainer:
         run.stop.check()
         sampled = time.perf_counter()
 
-        rewards = run.grade(prompts, rollout)
+        rewards = run.grade(prompts, run.texts(rollout))
         run.stop.check()
         graded = time.perf_counter()
 
@@ -205,9 +202,11 @@ class Trainer:
         """Held-out accuracy and what goes with it, as metrics; prints a few samples."""
         if self.run.held_out is None:
             return {}
-        found, samples = self.run.evaluate(self.state)
-        self.metrics.show_samples(self.progress.step, samples)
-        return found | {"eval/updates": self.progress.step}
+        found = self.run.evaluate(self.state)
+        self.metrics.show_samples(self.progress.step, found.records[: self.config.log.samples])
+        return {f"eval/{name}": value for name, value in found.metrics.items()} | {
+            "eval/updates": self.progress.step
+        }
 
     def save(self, score: float | None = None) -> None:
         """Write a checkpoint of everything that a resumed run needs to go on bit for bit."""

@@ -195,7 +195,7 @@ def make_update(
         train = state.train
         step = sketch_count(state.opt_state) if sketched else jnp.zeros((), jnp.int32)
         sums, grads = gradient(train, frozen, batch, step)
-        metrics = _means(sums) | {"grad/norm": optax.global_norm(grads)}
+        metrics = _means(sums) | {"grad/norm": optax.tree.norm(grads)}
         average = mismatch_average(state.mismatch, metrics["kl/mismatch"]) if mismatch else state.mismatch
 
         probe = _take(batch, batch.probe)

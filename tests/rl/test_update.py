@@ -1,0 +1,309 @@
+"""The jitted update against independent computations: dense gradients, the numpy twin, optax, finite differences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from logra_jax import optim
+from logra_jax.mesh import batch_sharding, make_mesh, shardings
+from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.optim import twin
+from logra_jax.rl.loss import LossSettings
+from logra_jax.rl.rollout import attention_mask
+from logra_jax.rl.update import Batch, Policy, TrainState, make_score, make_update
+
+PROMPT, NEW, VOCAB, ROWS, RANK, SEED, TEMPERATURE = 5, 7, 30, 8, 4, 3, 0.8
+CONFIG = {
+    "model_type": "qwen2", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "max_position_embeddings": 64, "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return CausalLM(ModelConfig.from_hf(CONFIG, where="test"), scan_unroll=1)  # compiles faster
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    # Larger kernels than a fresh model has, so that every weight has a gradient worth comparing.
+    kernels = lambda leaf: leaf * 8 if leaf.ndim > 2 else leaf
+    return jax.tree.map(kernels, model.init_params(jax.random.key(1)))
+
+
+@pytest.fixture(scope="module")
+def spec(model):
+    return optim.SketchSpec(rank=RANK, seed=SEED, names=model.weight_names())
+
+
+@pytest.fixture(scope="module")
+def policy(model):
+    return Policy(model, VOCAB, TEMPERATURE, PROMPT)
+
+
+def make_batch(width=NEW, **changes):
+    """Eight answers of different lengths to prompts of different lengths; `width` adds padding on the right."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, VOCAB, (ROWS, PROMPT + NEW))
+    lengths = rng.integers(1, NEW + 1, ROWS)
+    lengths[0] = NEW
+    pad = ((0, 0), (0, width - NEW))
+    fields = {
+        "tokens": jnp.asarray(np.pad(tokens, pad), jnp.int32),
+        "prompt_lengths": jnp.asarray(rng.integers(2, PROMPT + 1, ROWS), jnp.int32),
+        "lengths": jnp.asarray(lengths, jnp.int32),
+        "stopped": jnp.asarray(lengths < NEW),
+        "valid": jnp.ones(ROWS, bool),
+        "advantages": jnp.asarray(rng.normal(size=ROWS), jnp.float32),
+        "rollout_logprobs": jnp.asarray(np.pad(rng.normal(-2, 0.5, (ROWS, NEW)), pad), jnp.float32),
+        "probe": jnp.asarray([0, 3, 5], jnp.int32),
+        "check": jnp.asarray(True),
+    }
+    return Batch(**(fields | changes))
+
+
+def reference_logprobs(model, params, batch):
+    """(log-probabilities, mask) of the answers from whole logits at once."""
+    mask = attention_mask(batch.prompt_lengths, batch.lengths, PROMPT, batch.tokens.shape[1] - PROMPT)
+    logits = model.logits(params, batch.tokens, mask)[:, PROMPT - 1 : -1, :VOCAB] / TEMPERATURE
+    labels = jax.nn.one_hot(batch.tokens[:, PROMPT:], VOCAB)
+    counted = mask[:, PROMPT:] & batch.valid[:, None]
+    return jnp.sum(jax.nn.log_softmax(logits) * labels, axis=-1), counted
+
+
+def reference_loss(params, model, batch):
+    """The policy gradient's surrogate: - mean over tokens of advantage x log p."""
+    logprobs, counted = reference_logprobs(model, params, batch)
+    total = jnp.sum(counted, dtype=jnp.float32)
+    return -jnp.sum(jnp.where(counted, batch.advantages[:, None] * logprobs, 0.0)) / total
+
+
+def by_path(tree):
+    return {optim.spec.path_string(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def start(params, spec, tx, place=None):
+    """A fresh state (updates donate theirs) and the frozen weights."""
+    params = jax.tree.map(jnp.copy, params) if place is None else jax.device_put(params, place)
+    train, frozen = spec.split(params)
+    return TrainState(train, tx.init(train), jnp.zeros(())), frozen
+
+
+def keep_sketches(spec):
+    """An optimizer that moves nothing; its state is the sketches it was given, and the counter of `sketch`."""
+    link = optim.sketch(spec)
+
+    def init(train):
+        zeros = {path: jnp.zeros(matrix.sketch_shape(RANK)) for path, matrix in spec.matrices(train).items()}
+        return link.init(train), zeros
+
+    def update(grads, state, train=None, **extra):
+        return jax.tree.map(jnp.zeros_like, train), (state[0], dict(optim.spec.leaves_with_paths(grads)))
+
+    return optim.guard_nonfinite(optax.GradientTransformationExtraArgs(init, update))
+
+
+def logra(spec, budget=1e-6, **options):
+    return optim.logra(spec, update_ratio=1e-3, preserve_norm=True, kl_budget=budget, **options)
+
+
+def twin_projection(name, k, update=0):
+    return twin.signs(SEED, update, name, RANK, k) / np.sqrt(RANK)
+
+
+def expected_sketches(model, params, batch):
+    """A x dense gradient with A from the numpy twin, for every stacked target."""
+    dense = by_path(jax.grad(reference_loss)(params, model, batch))
+    names = model.weight_names()
+    targets = [path for path in names if path.endswith("_proj/kernel")]
+    return {
+        path: np.stack(
+            [twin_projection(name, g.shape[0]) @ g for name, g in zip(names[path], dense[path], strict=True)]
+        )
+        for path in targets
+    }
+
+
+def assert_same_sketches(found, expected):
+    assert found.keys() == expected.keys()
+    assert len(found) == 7
+    for path, sketch in expected.items():
+        np.testing.assert_allclose(found[path], sketch, rtol=0, atol=1e-5 * np.abs(sketch).max(), err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "remat", "unroll"), [(0, "none", 3), (2, "none", 1), (0, "full", 1), (2, "full", 3)]
+)
+def test_sketches_are_projected_dense_gradients(model, policy, params, spec, micro_batch, remat, unroll):
+    batch = make_batch()
+    policy = policy._replace(model=model.replace(remat=remat, scan_unroll=unroll))
+    tx = keep_sketches(spec)
+    update = make_update(policy, tx, spec, LossSettings(), kl_control=False, micro_batch=micro_batch)
+    state, _ = update(*start(params, spec, tx), batch)
+    assert_same_sketches(state.opt_state.inner_state[1], expected_sketches(model, params, batch))
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(8, 1), (2, 2)])
+def test_sketches_do_not_depend_on_the_mesh(model, policy, params, spec, fsdp, tensor):
+    mesh = make_mesh(fsdp, tensor)
+    batch, tx = make_batch(), keep_sketches(spec)
+    place = shardings(mesh, model.logical_axes(), params)
+    rows = batch_sharding(mesh, ROWS)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = {
+        name: jax.device_put(leaf, everywhere if name in ("probe", "check") else rows)
+        for name, leaf in batch._asdict().items()
+        if leaf is not None
+    }
+    state, frozen = start(params, spec, tx, place)
+    update = make_update(policy, tx, spec, LossSettings(), kl_control=False, micro_batch=fsdp)
+    state, _ = update(state, frozen, Batch(**placed))
+    assert_same_sketches(state.opt_state.inner_state[1], expected_sketches(model, params, batch))
+
+
+def test_whole_update_does_not_depend_on_micro_batches_or_padding(policy, params, spec):
+    found = []
+    for width, micro_batch in ((NEW, 0), (NEW, 2), (NEW + 4, 4)):
+        tx = logra(spec)
+        update = make_update(
+            policy, tx, spec, LossSettings(aggregation="sequence"), micro_batch=micro_batch, check_responses=3
+        )
+        state, metrics = update(*start(params, spec, tx), make_batch(width))
+        found.append((by_path(state.train), {name: float(value) for name, value in metrics.items()}))
+    for train, metrics in found[1:]:
+        for path, leaf in found[0][0].items():
+            np.testing.assert_allclose(train[path], leaf, rtol=0, atol=1e-5 * np.abs(leaf).max())
+        for name, value in found[0][1].items():
+            np.testing.assert_allclose(metrics[name], value, rtol=2e-4, atol=1e-7, err_msg=name)
+
+
+def test_one_update_is_the_formula(model, policy, params, spec):
+    """W + alpha A^T D with D from the golden-tested links' definition, in float64 numpy."""
+    batch, tx = make_batch(), logra(spec)
+    update = make_update(policy, tx, spec, LossSettings())
+    before = by_path(params)
+    state, metrics = update(*start(params, spec, tx), batch)
+    after, names = by_path(state.train), model.weight_names()
+    direction, lifted, weights = {}, 0.0, 0.0
+    for path, stack in expected_sketches(model, params, batch).items():
+        for layer, sketch in enumerate(stack.astype(np.float64)):
+            # First update: v = 0.05 mean(S^2), debiased by 1 - 0.95, so the rows' root mean squares remain.
+            rows = np.sqrt(np.mean(sketch**2, axis=0))
+            d = sketch / (rows + 1e-8 * rows.mean())
+            d *= np.linalg.norm(sketch) / np.linalg.norm(d)
+            a = twin_projection(names[path][layer], before[path].shape[1])
+            direction[path, layer] = a.T @ d
+            lifted += np.sum(direction[path, layer] ** 2)
+            weights += np.sum(before[path][layer].astype(np.float64) ** 2)
+    scale = -float(metrics["kl/alpha"]) * 1e-3 * np.sqrt(weights / lifted)
+    for (path, layer), change in direction.items():
+        moved = after[path][layer] - before[path][layer]
+        np.testing.assert_allclose(moved, scale * change, rtol=0, atol=2e-3 * np.abs(scale * change).max())
+
+
+def test_predicted_kl_is_the_kl_of_a_small_step(policy, params, spec):
+    """Prediction (forward mode) against the divergence between the policies before and after."""
+    for budget in (1e-4, 1e-6):
+        tx = logra(spec, budget)
+        update = make_update(policy, tx, spec, LossSettings(), check_responses=3)
+        _, metrics = update(*start(params, spec, tx), make_batch())
+        assert 0 < float(metrics["kl/alpha"]) < 3  # the budget decides, not the cap
+        np.testing.assert_allclose(metrics["kl/predicted"], budget, rtol=1e-4)
+        # The second-order prediction is off by a term that shrinks with the root of the step's KL.
+        np.testing.assert_allclose(metrics["kl/realized"], budget, rtol=10 * budget**0.5 + 0.01)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(policy, params, spec):
+    tx = logra(spec)
+    update = make_update(policy, tx, spec, LossSettings())
+    state, frozen = start(params, spec, tx)
+    before = by_path(state)
+    bad = make_batch(advantages=jnp.full(ROWS, jnp.nan))
+    state, metrics = update(state, frozen, bad)
+    assert not metrics["ok"]
+    assert float(metrics["kl/alpha"]) == 0
+    after = by_path(state)
+    flags = ("ok", "alpha", "predicted_kl", "budget")
+    for path in before:
+        if not path.endswith(flags):
+            np.testing.assert_array_equal(after[path], before[path], err_msg=path)
+    state, metrics = update(state, frozen, make_batch())
+    assert metrics["ok"]
+    assert int(optim.sketch_count(state.opt_state)) == 1
+
+
+def test_no_valid_token_moves_nothing_and_is_no_error(policy, params, spec):
+    tx = logra(spec)
+    update = make_update(policy, tx, spec, LossSettings())
+    state, frozen = start(params, spec, tx)
+    before = by_path(state.train)
+    state, metrics = update(state, frozen, make_batch(valid=jnp.zeros(ROWS, bool)))
+    assert metrics["ok"]
+    assert all(np.isfinite(value) for value in metrics.values())
+    for path, leaf in by_path(state.train).items():
+        np.testing.assert_array_equal(leaf, before[path])
+
+
+@pytest.mark.parametrize("control", [False, True])
+def test_dense_adamw_in_the_same_loop(model, policy, params, spec, control):
+    rate = 1e-2
+    link = [optim.scale_by_predicted_kl(1e-5, 3.0)] if control else []
+    tx = optim.guard_nonfinite(optax.chain(optax.adamw(rate, 0.9, 0.95, 1e-8, weight_decay=0.0), *link))
+    update = make_update(
+        policy, tx, spec, LossSettings(), sketched=False, kl_control=control, check_responses=3
+    )
+    batch = make_batch()
+    state, metrics = update(*start(params, spec, tx), batch)
+    dense = by_path(jax.grad(reference_loss)(params, model, batch))
+    before = by_path(params)
+    scale = float(metrics["kl/alpha"]) if control else 1.0
+    for path, leaf in by_path(state.train).items():
+        # Adam's first step is the sign of the gradient; rounding decides where the gradient is almost zero.
+        sure = np.abs(dense[path]) > 1e-4 * np.abs(dense[path]).max()
+        moved = leaf - before[path]
+        expected = -rate * scale * dense[path] / (np.abs(dense[path]) + 1e-8)
+        np.testing.assert_allclose(moved[sure], expected[sure], rtol=5e-3, atol=2e-6)
+    if control:
+        np.testing.assert_allclose(metrics["kl/realized"], 1e-5, rtol=0.05)
+
+
+def test_old_and_reference_policies_enter_the_loss(model, policy, params, spec):
+    """Second update of a batch: ratio, clip share and both divergences against their definitions."""
+    batch = make_batch()
+    shifted = jax.tree.map(lambda leaf: leaf * 1.2, params)
+    split = lambda tree: spec.split(tree)
+    score = make_score(policy, 4)
+    old, ref = score(*split(shifted), batch), score(*split(jax.tree.map(lambda x: x * 0.9, params)), batch)
+    logprobs, counted = reference_logprobs(model, params, batch)
+    expected_old, _ = reference_logprobs(model, shifted, batch)
+    np.testing.assert_allclose(np.asarray(old)[counted], np.asarray(expected_old)[counted], rtol=0, atol=1e-5)
+    tx = logra(spec)
+    settings = LossSettings(clip_low=0.05, clip_high=0.05, reference_kl=0.1)
+    update = make_update(policy, tx, spec, settings, micro_batch=2)
+    _, metrics = update(*start(params, spec, tx), batch._replace(old_logprobs=old, ref_logprobs=ref))
+    ratio = np.exp(np.asarray(logprobs) - np.asarray(expected_old))
+    advantage = np.asarray(batch.advantages)[:, None]
+    cut = ((ratio > 1.05) & (advantage > 0)) | ((ratio < 0.95) & (advantage < 0))
+    mask = np.asarray(counted)
+    assert 0.05 < cut[mask].mean() < 0.95
+    np.testing.assert_allclose(metrics["ratio/mean"], ratio[mask].mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["clip/share"], cut[mask].mean(), rtol=1e-4)
+    gap = np.asarray(ref) - np.asarray(logprobs)
+    np.testing.assert_allclose(metrics["kl/reference"], (np.exp(gap) - gap - 1)[mask].mean(), rtol=2e-3)
+
+
+def test_mismatch_of_ended_answers_lowers_the_budget(model, policy, params, spec):
+    batch = make_batch()
+    logprobs, counted = reference_logprobs(model, params, batch)
+    ended = np.asarray(counted) & np.asarray(batch.stopped)[:, None]
+    batch = batch._replace(rollout_logprobs=logprobs + jnp.where(batch.stopped[:, None], 1e-6, 5.0))
+    tx = logra(spec, 1e-6)
+    update = make_update(policy, tx, spec, LossSettings(), mismatch=True)
+    state, metrics = update(*start(params, spec, tx), batch)
+    assert 0 < ended.sum() < np.asarray(counted).sum()
+    # Weight 0.3 on the first observation; differences of 1e-6 between numbers near 3 round to 2.4e-7.
+    np.testing.assert_allclose(state.mismatch, 0.3e-6, atol=1e-7)
+    np.testing.assert_allclose(metrics["kl/budget"], 1e-6 - float(state.mismatch), rtol=1e-4)
