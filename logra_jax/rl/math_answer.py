@@ -11,7 +11,6 @@ from math_verify.grader import should_treat_as_complex
 
 from logra_jax.rl.math_equal import TooLarge, bound, equal
 
-MAX_TAIL = 100_000  # characters of a completion that are looked at, from its end
 MAX_BOX = 2_000  # characters of an answer that are parsed
 
 _WITH_UNITS = NormalizationConfig(units=True, malformed_operators=True, nits=True, boxed="none")
@@ -32,7 +31,7 @@ def score(gold: str, completion: str) -> float:
     target = gold if target is None else target
     if not _clean(target[:MAX_BOX]):
         raise BadGold("the gold answer is empty")
-    answer = last_box(completion[-MAX_TAIL:])
+    answer = last_box(completion)
     if answer is None:
         return 0.0
     if max(len(answer), len(target)) > MAX_BOX:

@@ -129,11 +129,11 @@ def test_every_row_failing_is_an_error_with_the_last_reason(here):
 def test_a_batch_of_hangs_ends_in_bounded_time(here):
     start = time.monotonic()
     with function(timeout_s=0.3, workers=1) as grader:
-        rewards = grade(grader, ["a"] + ["hang"] * 30)
-    assert time.monotonic() - start < 10.0  # 30 hangs in a row would take 9 s and more on top of the start
+        rewards = grade(grader, ["a"] + ["hang"] * 40)
+    assert time.monotonic() - start < 8.0  # 40 hangs in a row would take more than 12 s
     assert rewards[0] == 1.0
     assert np.isnan(rewards[1:]).all()
-    assert grader.counts == RewardCounts(timeouts=30)
+    assert grader.counts == RewardCounts(timeouts=40)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,8 @@ def test_exact_takes_group_one_of_the_last_match():
         rewards = grader.grade([""] * 6, texts, {"answer": [" 3528"] * 6})
         assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         assert rewards.dtype == np.float32
+    with make_reward("exact", answer_column="answer", timeout_s=1.0, workers=1, pattern=r"#(\d+)") as grader:
+        assert grader.grade([""] * 2, ["#1 #2", "#2 #1"], {"answer": ["2"] * 2}).tolist() == [1.0, 0.0]
     with make_reward("exact", answer_column="answer", timeout_s=1.0, workers=1) as grader:
         assert grader.grade(["", ""], [" yes\n", "yes no"], {"answer": ["yes", "yes"]}).tolist() == [1.0, 0.0]
 
@@ -256,7 +258,7 @@ def test_an_interrupted_call_leaves_no_stale_replies(maths):
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            maths.grade([""] * 8, [r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}"] * 8, {"answer": ["2"] * 8})
+            maths.grade([""], [r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}"], {"answer": ["2"]})
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, previous)
