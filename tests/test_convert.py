@@ -76,6 +76,16 @@ def test_model_that_has_moved(trained, tmp_path):
     assert (tmp_path / "hf" / "config.json").is_file()
 
 
+def test_what_the_run_changed_in_the_model_is_exported(trained, tmp_path):
+    out, _ = trained
+    changed = ["model.rope_theta=5e5", "model.max_position_embeddings=99"]
+    source = tmp_path / "model"
+    (out / "config.yaml").write_text(to_yaml(load_config(None, [f"model.path={source}", *changed])))
+    run(out, tmp_path / "hf")
+    model, _ = load_hf(tmp_path / "hf")
+    assert (model.config.rope_theta, model.config.max_position_embeddings) == (5e5, 99)
+
+
 def test_dtype(trained, tmp_path):
     out, params = trained
     run(out, tmp_path / "hf", "--dtype", "bfloat16")
