@@ -49,7 +49,7 @@ def test_qwen2_has_biases_on_q_k_v_alone_without_a_key_that_says_so():
     biases = {name for name in found if name.endswith(".bias")}
     assert len(found) == 290
     assert biases == {f"model.layers.{n}.self_attn.{p}_proj.bias" for n in range(24) for p in ("q", "k", "v")}
-    assert tensors(QWEN2 | {"attention_bias": True}) == found
+    assert tensors(QWEN2 | {"attention_bias": True, "mlp_bias": True}) == found
 
 
 @pytest.mark.parametrize(

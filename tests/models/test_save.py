@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.flax import load_file
 from safetensors.numpy import load_file as read_numpy
 from safetensors.numpy import save_file as save_numpy
@@ -27,6 +28,10 @@ def writable(fixtures, tmp_path):
         return shutil.copytree(fixtures / name, tmp_path / "source", copy_function=shutil.copyfile)
 
     return copy
+
+
+def same_trees(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), a, b))
 
 
 def json_of(folder, name="config.json"):
@@ -58,7 +63,7 @@ def test_changed_weights_come_back_under_the_source_names(load_checkpoint, tmp_p
     save_hf(known.model, params, tmp_path / "out")
     again_model, again = load_hf(tmp_path / "out")
     assert again_model.config == known.model.config
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), params, again))
+    assert same_trees(params, again)
     stored = {key for file in (tmp_path / "out").glob("*.safetensors") for key in load_file(file)}
     source = {key for file in known.folder.glob("*.safetensors") for key in load_file(file)}
     assert stored == source
@@ -67,18 +72,28 @@ def test_changed_weights_come_back_under_the_source_names(load_checkpoint, tmp_p
 
 
 def test_a_head_stored_beside_the_tied_flag_is_left_out(writable, tmp_path):
-    """Its whole shard goes, and the index says so."""
+    """Its shard, made to hold nothing else, goes with it, and the index says so."""
     place = writable(SHARDED)
-    raw = json_of(place) | {"tie_word_embeddings": True}
-    (place / "config.json").write_text(json.dumps(raw))
+    first, second = sorted(place.glob("*.safetensors"))
+    head = read_numpy(second)
+    rest = read_numpy(first) | {name: head.pop(name) for name in list(head) if name != "lm_head.weight"}
+    save_numpy(rest, first)
+    save_numpy(head, second)
+    index = json_of(place, INDEX)
+    index["weight_map"] = dict.fromkeys(rest, first.name) | dict.fromkeys(head, second.name)
+    (place / INDEX).write_text(json.dumps(index))
+    (place / "config.json").write_text(json.dumps(json_of(place) | {"tie_word_embeddings": True}))
     model, params = load_hf(place)
     save_hf(model, params, tmp_path / "out")
-    index = json_of(tmp_path / "out", INDEX)
-    assert "lm_head.weight" not in index["weight_map"]
-    assert index["metadata"] == {"total_parameters": 170816 - 320 * 64, "total_size": 683264 - 320 * 64 * 4}
+    saved = json_of(tmp_path / "out", INDEX)
+    assert saved["weight_map"] == dict.fromkeys(rest, first.name)
+    assert saved["metadata"] == {"total_parameters": 170816 - 320 * 64, "total_size": 683264 - 320 * 64 * 4}
+    assert not (tmp_path / "out" / second.name).exists()
     assert json_of(tmp_path / "out")["tie_word_embeddings"] is True
+    with safe_open(tmp_path / "out" / first.name, "numpy") as file:
+        assert file.metadata() == {"format": "pt"}  # which the source, written without, lacked
     _, again = load_hf(tmp_path / "out")
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), params, again))
+    assert same_trees(params, again)
 
 
 @pytest.mark.parametrize(("name", "key"), [(TIED, "torch_dtype"), (SHARDED, "dtype")])
@@ -92,7 +107,7 @@ def test_dtype_overrides_the_source(load_checkpoint, tmp_path, name, key):
         assert json_of(tmp_path / "out", INDEX)["metadata"]["total_size"] == 683264 // 2
     _, again = load_hf(tmp_path / "out")
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), known.params)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), rounded, again))
+    assert same_trees(rounded, again)
 
 
 @pytest.mark.parametrize("name", [TIED, SHARDED])
@@ -117,11 +132,13 @@ def test_a_model_without_a_source_gets_a_sound_folder(
     params = jax.tree.map(lambda x: x.astype(dtype), random_params(model))
     save_hf(model, params, tmp_path / "out")
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
     raw = json_of(tmp_path / "out")
     assert (raw["architectures"], raw["dtype"]) == (["Qwen3ForCausalLM"], stored)
     again_model, again = load_hf(tmp_path / "out", dtype)
     assert (again_model.config, again_model.end_ids, again_model.pad_id) == (config, (1, 5), 2)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), params, again))
+    assert same_trees(params, again)
 
 
 def test_an_existing_folder_is_kept_unless_overwriting_is_asked_for(load_checkpoint, tmp_path):
@@ -143,7 +160,7 @@ def test_a_source_can_be_overwritten_by_itself(writable, tmp_path):
     model, params = load_hf(place)
     save_hf(model, jax.tree.map(lambda x: x * 2, params), place, overwrite=True)
     _, again = load_hf(place)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a * 2, b)), params, again))
+    assert same_trees(jax.tree.map(lambda x: x * 2, params), again)
     assert (place / "tokenizer.json").is_file()
 
 

@@ -1,10 +1,12 @@
-"""A kernel may be any pytree node that answers `x @ kernel`: it passes through merge, scan and checkpoint."""
+"""Sketch slots in place of kernels: through merge, layer scan, remat, decoding and the output head."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.optim import DEFAULT_TARGETS, SketchSpec, merge, sketched_value_and_grad, with_slots
+from logra_jax.optim.twin import signs
 
 CONFIG = ModelConfig(
     model_type="qwen2",
@@ -20,87 +22,53 @@ CONFIG = ModelConfig(
     max_position_embeddings=64,
     tie_word_embeddings=False,
     qkv_bias=True,
-    initializer_range=0.3,
 )
+MODEL = CausalLM(CONFIG, scan_unroll=1)
 IDS = np.random.default_rng(5).integers(0, 32, (2, 7), dtype=np.int32)
-TARGETS = (("self_attn", "q_proj"), ("self_attn", "o_proj"), ("mlp", "down_proj"))
+SPEC = SketchSpec(
+    rank=4, seed=9, targets=(*DEFAULT_TARGETS, r"^lm_head\.weight$"), names=MODEL.weight_names()
+)
 
 
-@jax.tree_util.register_pytree_node_class
-class LowRank:
-    """`x @ W + (x @ a) @ u`, a sketch slot reduced to what a model has to put up with."""
+def test_sketches_are_projected_dense_gradients(random_params):
+    """A G, A from the numpy twin, for every target of every layer and the head, however layers are run."""
+    params = random_params(MODEL)
+    train, frozen = SPEC.split(params)
 
-    def __init__(self, kernel, a, u):
-        self.kernel, self.a, self.u = kernel, a, u
+    def loss(train, model):
+        return jnp.square(model.logits(merge(train, frozen), IDS)).mean()
 
-    def tree_flatten(self):
-        return (self.kernel, self.a, self.u), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-    def astype(self, dtype):
-        return LowRank(self.kernel.astype(dtype), self.a, self.u)
-
-    def __rmatmul__(self, x):
-        return x @ self.kernel + (x.astype(jnp.float32) @ self.a @ self.u).astype(x.dtype)
-
-
-def with_slots(params, us):
-    """The parameters with low-rank nodes at the targets and at the head; `us` are their u, by target."""
-    out = jax.tree.map(lambda x: x, params)
-    for block, name in TARGETS:
-        kernel = out["layers"][block][name]["kernel"]
-        a = jnp.asarray(np.random.default_rng(7).normal(0, 0.1, (*kernel.shape[:2], 2)), jnp.float32)
-        out["layers"][block][name]["kernel"] = LowRank(kernel, a, us[name])
-    kernel = out["lm_head"]["kernel"]
-    out["lm_head"]["kernel"] = LowRank(kernel, jnp.full((16, 2), 0.1), us["lm_head"])
-    return out
+    dense = jax.jit(jax.grad(loss), static_argnums=1)(train, MODEL)
+    expected = {}
+    for path, names in MODEL.weight_names().items():
+        leaf = dense
+        for key in path.split("/"):
+            leaf = leaf[key]
+        if leaf is not None:
+            rows = np.asarray(leaf, np.float64).reshape(len(names), *leaf.shape[-2:])
+            sketched = [signs(9, 3, n, 4, g.shape[0]) / 2 @ g for n, g in zip(names, rows, strict=True)]
+            expected[path] = np.stack(sketched).reshape(*leaf.shape[:-2], 4, -1)
+    assert len(expected) == 8
+    for change in ({}, {"scan_unroll": 3}, {"remat": "full"}):
+        model = MODEL.replace(**change)
+        run = sketched_value_and_grad(lambda train: loss(train, model), SPEC, materialize=False)  # noqa: B023
+        _, grads = jax.jit(lambda train: run(train, step=3))(train)  # noqa: B023
+        for path, sketch in expected.items():
+            found = grads
+            for key in path.split("/"):
+                found = found[key]
+            np.testing.assert_allclose(found, sketch, atol=1e-5 * np.abs(sketch).max(), rtol=0, err_msg=path)
 
 
-def densified(params):
-    """The same weights as plain arrays."""
-    return jax.tree.map(
-        lambda x: x.kernel + x.a @ x.u if isinstance(x, LowRank) else x,
-        params,
-        is_leaf=lambda x: isinstance(x, LowRank),
-    )
-
-
-def us_for(params):
-    shapes = {name: params["layers"][block][name]["kernel"].shape for block, name in TARGETS}
-    us = {name: (shape[0], 2, shape[2]) for name, shape in shapes.items()} | {"lm_head": (2, 32)}
-    rng = np.random.default_rng(1)
-    return {name: jnp.asarray(rng.standard_normal(shape, np.float32)) for name, shape in us.items()}
-
-
-def test_value_and_gradient_are_those_of_the_dense_sum(random_params):
-    base = CausalLM(CONFIG)
-    params = random_params(base)
-    us = us_for(params)
-
-    def loss(us, model, dense):
-        full = with_slots(params, us)
-        return jnp.square(model.logits(densified(full) if dense else full, IDS)).mean()
-
-    run = jax.jit(jax.value_and_grad(loss), static_argnums=(1, 2))
-    expected, expected_grads = run(us, base, True)
-    for change in ({"scan_unroll": 1}, {"scan_unroll": 3}, {"scan_unroll": 1, "remat": "full"}):
-        value, grads = run(us, base.replace(**change), False)
-        np.testing.assert_allclose(value, expected, rtol=1e-5)
-        for name, grad in grads.items():
-            bound = 1e-5 * np.abs(expected_grads[name]).max()
-            assert bound > 0
-            np.testing.assert_allclose(grad, expected_grads[name], atol=bound, rtol=0, err_msg=name)
-
-
-def test_decoding_with_slots_in_bfloat16(random_params):
-    model = CausalLM(CONFIG, compute_dtype="bfloat16")
+def test_decoding_with_slots_is_decoding_with_their_kernels(random_params):
+    model = MODEL.replace(compute_dtype="bfloat16")
     params = random_params(model)
-    slots = with_slots(params, jax.tree.map(jnp.zeros_like, us_for(params)))
-    hidden, cache = jax.jit(model.hidden)(slots, IDS, cache=model.init_cache(2, 9))
-    plain, _ = jax.jit(model.hidden)(params, IDS, cache=model.init_cache(2, 9))
-    np.testing.assert_array_equal(hidden, plain)
+    train, frozen = SPEC.split(params)
+    slots = merge(with_slots(train, SPEC, 0), frozen)
+    run = jax.jit(lambda params: model.hidden(params, IDS, cache=model.init_cache(2, 9)))
+    (hidden, cache), (expected, _) = run(slots), run(params)
+    np.testing.assert_array_equal(hidden, expected)
     assert cache.slot == 7
-    assert jax.eval_shape(model.logits, slots, IDS).dtype == jnp.float32
+    logits = jax.jit(model.logits)(slots, IDS)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, jax.jit(model.logits)(params, IDS), atol=0.02, rtol=0)
