@@ -109,8 +109,7 @@ def lift(
 
 
 def apply_updates(train: Any, updates: Any) -> Any:
-    """The new parameters. Low-rank updates are added matrix by matrix, in place when `train` is donated to
-    `jax.jit`.
+    """The new parameters; low-rank updates are added matrix by matrix, in place where `train` is donated.
 
     Arithmetic is float32, the result has the parameter's dtype (so bfloat16 weights lose what is below their
     resolution). Full-shape updates are added as `optax.apply_updates` does; None stays None.
@@ -120,7 +119,7 @@ def apply_updates(train: Any, updates: Any) -> Any:
         if leaf is None:
             return None
         if isinstance(update, LowRank):
-            return _add_low_rank(leaf, update)
+            return _add_low_rank(jnp.asarray(leaf), update)
         return (leaf.astype(jnp.float32) + update.astype(jnp.float32)).astype(leaf.dtype)
 
     return jax.tree.map(one, train, updates, is_leaf=lambda x: x is None)
@@ -142,12 +141,11 @@ def _add_low_rank(leaf: Array, update: LowRank) -> Array:
     keys = update.key_data.reshape(-1, 2)
     n = len(matrix.batch_axes)
     leading = matrix.batch_axes == tuple(range(n))
-    # A loop that writes into its carry reuses the donated buffer; a scan would hold a second copy of all
-    # weights.
+    # A loop that writes into its carry reuses the donated buffer; a scan would hold all weights twice.
     stack = leaf.reshape(-1, *leaf.shape[n:]) if leading else to_stack(leaf, matrix)
 
     def body(i: Array, buffer: Array) -> Array:
-        def take(x):
+        def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
         core = take(buffer)
@@ -175,12 +173,13 @@ def state_shardings(tx: optax.GradientTransformation, train: Any) -> Any:
       train: arrays, or `ShapeDtypeStruct`s that carry shardings.
     """
     params = [(tuple(path), leaf) for path, leaf in jax.tree.leaves_with_path(train)]
+    params.sort(key=lambda pair: -len(pair[0]))  # the longest path that fits is the leaf's own
     meshes = [x.sharding.mesh for _, x in params if isinstance(x.sharding, NamedSharding)]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else params[0][1].sharding
 
     def one(path: Any, leaf: Any) -> Any:
         for own, param in params:
-            if own and tuple(path)[-len(own) :] == own:
+            if tuple(path)[len(path) - len(own) :] == own:
                 return _follow(param, leaf.shape) or replicated
         return replicated
 

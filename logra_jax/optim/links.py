@@ -1,5 +1,4 @@
-"""What several links of a chain need: the parameters, the states of others, a number that may be a
-schedule."""
+"""What several links of a chain need: parameters, states of others, numbers that may be schedules."""
 
 from typing import Any
 

@@ -1,8 +1,6 @@
-"""Weight names: the hash that keys a projection, and the weights that are sketched unless the user says
-otherwise.
+"""Weight names: the hash that keys a projection, and the names that are sketched by default.
 
-Neither jax nor flax is imported here: a rollout engine that rebuilds projections needs this module and
-`twin`.
+Neither jax nor flax is imported: an engine that rebuilds projections needs this module and `twin`.
 """
 
 import hashlib

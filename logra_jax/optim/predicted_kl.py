@@ -24,8 +24,8 @@ _CHUNK = 256  # positions whose logits exist at one time
 class PredictedKLState(NamedTuple):
     """count: int32, updates so far. The rest is about the last update.
 
-    alpha: the factor its direction was scaled by. predicted_kl: q of the unscaled direction, nats per token (the
-    step taken has alpha^2 q). budget: the effective one. ok: False where the prediction was unusable.
+    alpha: the factor its direction was scaled by. predicted_kl: q of the unscaled direction, nats per token
+    (the step taken has alpha^2 q). budget: the effective one. ok: False where the prediction was unusable.
     """
 
     count: Any
@@ -216,7 +216,7 @@ def predict_kl(
 
 
 def _sketched(train: Any, updates: Any, spec: SketchSpec | None) -> dict[str, Matrix]:
-    """The targets whose update is a sketch. One of its leaf's shape (plain Adam's) moves along a dense tangent."""
+    """The targets whose update is a sketch; others (plain Adam's) move along a dense tangent."""
     if spec is None:
         return {}
     by_path = dict(leaves_with_paths(updates))

@@ -1,7 +1,7 @@
 """Random projections: their keys, their entries, and the three products taken with them.
 
-A projection A `[r, k]` has entries +1/sqrt(r) or -1/sqrt(r) (or normal ones of that deviation), so E[A^T A]
-= I. It is never stored: entries of unit size are drawn from a key wherever they are needed, exact in any
+A projection A `[r, k]` has entries +1/sqrt(r) or -1/sqrt(r), or normal ones of that deviation: E[A^T A] = I.
+It is never stored: entries of unit size are drawn from a key wherever they are needed, exact in any
 float dtype, and 1/sqrt(r) is applied as a scalar. Word number i of a draw depends on the key and i alone, so
 under a sharded program each device draws its own columns.
 """

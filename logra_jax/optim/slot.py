@@ -1,4 +1,4 @@
-"""How a sketch is taken: a function whose derivative is the sketch, and a stand-in for the kernel that uses it.
+"""How a sketch is taken: a function whose derivative it is, and a stand-in for the kernel that calls it.
 
 A target kernel W `[k, d]` gets a slot U `[r, d]` that is zero:
 
@@ -110,7 +110,7 @@ def _matmul_jvp(static: tuple[str, bool], primals: Any, tangents: Any) -> tuple[
     if not isinstance(kernel_dot, SymbolicZero) and not probe:
         raise UserError(
             f"a sketched kernel of shape {kernel.shape} is also differentiated itself; its dense "
-            "gradient would be zero. Take sketches with sketched_value_and_grad, and train a weight one way only"
+            "gradient would be zero. Take sketches with sketched_value_and_grad; train a weight one way only"
         )
     y_dot = None
     if not isinstance(x_dot, SymbolicZero):
@@ -140,19 +140,16 @@ def _materialize_jvp(static: tuple[Matrix, str], primals: Any, tangents: Any) ->
     matrix, distribution = static
     kernel, key_data, _ = primals
     kernel_dot, _, u_dot = tangents
-    if not isinstance(kernel_dot, SymbolicZero):
-        raise UserError(
-            f"{matrix.path} is a target of the sketch and is differentiated itself as well; train it one way only"
-        )
-    if isinstance(u_dot, SymbolicZero):
-        return kernel, zero_from_primal(kernel, symbolic_zeros=True)
-    # Under checkpoint the projections of a stack are drawn again backwards instead of being kept.
-    expand = jax.checkpoint(lambda key, change: expand_leaf(change, key, matrix, distribution))
-    return kernel, expand(key_data, u_dot).astype(kernel.dtype)
+    changes = [] if isinstance(kernel_dot, SymbolicZero) else [kernel_dot]
+    if not isinstance(u_dot, SymbolicZero):
+        # Under checkpoint the projections of a stack are drawn again backwards instead of being kept.
+        expand = jax.checkpoint(lambda key, change: expand_leaf(change, key, matrix, distribution))
+        changes.append(expand(key_data, u_dot).astype(kernel.dtype))
+    return kernel, sum(changes[1:], changes[0]) if changes else zero_from_primal(kernel, symbolic_zeros=True)
 
 
 def _place(train: Any, matrices: dict[str, Matrix], spec: SketchSpec, step: Any, free: Any, how: str) -> Any:
-    """`train` with targets as slots ("slots", "probe") or W + A^T U ("arrays"), and `free`'s leaves elsewhere."""
+    """`train` with targets as slots ("slots", "probe") or W + A^T U ("arrays"), `free`'s leaves elsewhere."""
 
     def one(matrix: Matrix | None, leaf: Any, other: Any) -> Any:
         if matrix is None:
@@ -217,7 +214,7 @@ def place(
 ) -> tuple[Any, Callable[[Any], Any]]:
     """(free, tree): the leaves to differentiate, and the function that makes the model's parameters of them.
 
-    `free` is `train` with zero U at the targets. `materialize`: True for arrays, False for slots, None to ask.
+    `free` is `train` with zero U at the targets. `materialize`: True: arrays; False: slots; None: ask.
     """
     if spec is None or not matrices:
         return train, lambda free: free
@@ -232,7 +229,7 @@ def place(
 def sketched_value_and_grad(
     loss_fn: Callable[..., Any], spec: SketchSpec, has_aux: bool = False, materialize: bool | None = None
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad(loss_fn)`, with sketches A G `[..., r, d]` (float32) for the targets' gradients.
+    """`jax.value_and_grad(loss_fn)` with sketches A G `[..., r, d]` (float32) for the targets' gradients.
 
     Args:
       loss_fn: loss_fn(train, *args) -> scalar, or (scalar, aux). It gets `train` with targets as `Slot`s.

@@ -109,7 +109,7 @@ class SketchSpec:
     seed: int = 42
     distribution: str = "rademacher"
     refresh: int = 1
-    targets: tuple[str | Target, ...] = DEFAULT_TARGETS
+    targets: Sequence[str | Target] = DEFAULT_TARGETS  # kept as a tuple
     names: Any = None  # given as a mapping, kept as a sorted tuple of pairs
     _names: dict[str, tuple[str, ...]] = field(init=False, repr=False, compare=False)
 
@@ -149,7 +149,7 @@ class SketchSpec:
     def matrices(self, params: Any) -> dict[str, Matrix]:
         """The sketched leaves of `params` (arrays or `ShapeDtypeStruct`s) by key path.
 
-        A tree cut by `optax.partition` or `optax.masked` may lack the leaves of a pattern; a whole one may not.
+        A tree cut by `optax.partition` or `optax.masked` may lack a pattern's leaves; a whole one may not.
         """
         used: set[Target] = set()
         found = {}
@@ -170,7 +170,7 @@ class SketchSpec:
     def split(self, params: Any, dense: Sequence[str] = ()) -> tuple[Any, Any]:
         """(train, frozen): two trees like `params`, each with None where the leaf is in the other one.
 
-        `train` holds the targets, and those other leaves whose key path or weight name matches one of `dense`.
+        `train` holds the targets, and other leaves whose key path or weight name matches one of `dense`.
 
         Raises:
           UserError: a pattern of `dense` matches no leaf; see the class for the targets.
@@ -237,8 +237,8 @@ class SketchSpec:
             if not all(hits):
                 missed = matrix.names[hits.index(False)]
                 raise UserError(
-                    f"SketchSpec: target {target.pattern!r} matches only {sum(hits)} of the {stack} matrices "
-                    f"stacked in {path} (not {missed}); a stack is sketched as a whole, so widen or drop the pattern"
+                    f"SketchSpec: {target.pattern!r} matches only {sum(hits)} of the {stack} matrices "
+                    f"stacked in {path} (not {missed}); widen or drop the pattern, a stack is sketched whole"
                 )
             if self.rank >= matrix.k:
                 raise UserError(
@@ -270,7 +270,7 @@ def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def map_leaves(fn: Any, matrices: dict[str, Matrix], tree: Any, *rest: Any) -> Any:
-    """Maps fn(matrix or None, leaf, *rest) over the leaves of `tree`; `rest` may have nodes in their places."""
+    """Maps fn(matrix or None, leaf, *rest) over the leaves of `tree`; `rest` may have nodes there."""
     return jax.tree.map_with_path(
         lambda path, leaf, *others: fn(matrices.get(path_string(path)), leaf, *others), tree, *rest
     )

@@ -20,7 +20,7 @@ class UpdateRatioState(NamedTuple):
 
 
 def scale_by_update_ratio(ratio: Any, spec: SketchSpec) -> optax.GradientTransformationExtraArgs:
-    """Scales all directions by one factor so that ||dW|| = ratio ||W|| over all leaves, and turns them downhill.
+    """Turns all directions downhill, scaled by one factor so that ||dW|| = ratio ||W|| over all leaves.
 
     The length of a lifted sketch is ||D A||_F^2 = <D (A A^T), D>, taken with the r x r Gram matrix of each
     projection; the full-size product is never formed. Leaves that are not targets count with their ordinary
