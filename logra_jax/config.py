@@ -252,9 +252,9 @@ def resolve_path(value: str) -> Path:
     return Path(value).expanduser()
 
 
-def check_paths(config: Config) -> None:
-    """Refuse a run whose model folder or data files are missing. Raises UserError."""
-    files = [("data.train", config.data.train)]
+def check_paths(config: Config, trains: bool = True) -> None:
+    """Refuse missing data files (data.train only if it `trains`) or model folder. Raises UserError."""
+    files = [("data.train", config.data.train)] if trains else []
     if config.data.eval is not None:
         files.append(("data.eval", config.data.eval))
     for key, value in files:

@@ -1,7 +1,7 @@
 """python -m logra_jax.evaluate: accuracy of a model on held-out prompts.
 
-Takes the settings of a training run; model.path is the model to look at (a run's out/hf, say), data.eval the prompts,
-and eval.* how to sample: greedy accuracy by default, pass@k with eval.samples above 1.
+Takes the settings of a training run; model.path is the model to look at (a run's out/hf, say), data.eval the
+prompts, and eval.* how to sample: greedy accuracy by default, pass@k with eval.samples above 1.
 """
 
 import json
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from logra_jax import cli
 from logra_jax.errors import UserError
+from logra_jax.signals import StopFlag, Stopped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,21 +18,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = cli.parse(argv, "python -m logra_jax.evaluate", __doc__ or "", trains=False).config
     if config.data.eval is None:
         raise UserError("data.eval is not set: give the file of prompts to evaluate on")
-    cli.use_compilation_cache()
+    with StopFlag() as stop:
+        cli.use_compilation_cache()
+        from logra_jax.build import check_files, make_grader
+        from logra_jax.run import Evaluator
 
-    from logra_jax.build import Run
-    from logra_jax.signals import Stopped, StopFlag
-
-    with StopFlag() as stop, Run(config, stop) as run:
-        print(run.summary(), file=sys.stderr)
-        try:
-            found = run.evaluate(run.initial_state())
-        except Stopped as stopped:
-            print(stopped, file=sys.stderr)
-            return stopped.code
-        for record in found.records[: config.log.samples]:
-            print(f"prompt {record.prompt!r}\nanswer {record.completion!r}\nreward {record.reward}", file=sys.stderr)
-        print(json.dumps(found.metrics))
+        check_files(config, trains=False)
+        with make_grader(config) as grader:
+            evaluator = Evaluator(config, grader, stop.check)
+            print(evaluator.summary(), file=sys.stderr, flush=True)
+            try:
+                found = evaluator.evaluate(evaluator.load())
+            except Stopped as stopped:
+                print(stopped, file=sys.stderr)
+                return stopped.code
+    for record in evaluator.samples(found):
+        text = f"prompt {record.prompt!r}\nanswer {record.completion!r}\nreward {record.reward}"
+        print(text, file=sys.stderr)
+    print(json.dumps(found.metrics))
     return 0
 
 

@@ -1,7 +1,7 @@
 """python -m logra_jax.train: GRPO with gradient sketches, RowAdam and predicted-KL steps (arXiv 2610.06647).
 
-Without arguments it trains the packaged demo. The loop below is the whole algorithm: prompts, rollout, rewards,
-advantages, one jitted update, policy back to the sampler (they share weights).
+Without arguments it trains the packaged demo. `Trainer.train_on_batch` is the whole algorithm: prompts,
+rollout, rewards, advantages, jitted update, policy back to the sampler (they share weights).
 """
 
 import dataclasses
@@ -9,24 +9,36 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from logra_jax import cli
-from logra_jax.config import to_yaml
+from logra_jax.config import SETTINGS, Config, as_dict, load_config, resolve_path, to_yaml
 from logra_jax.errors import UserError
+from logra_jax.signals import StopFlag, Stopped
+
+if TYPE_CHECKING:  # --help and wrong settings need no jax
+    from logra_jax.checkpoint import Checkpoints
+    from logra_jax.metrics import MetricsWriter
+    from logra_jax.rl.update import TrainState
+    from logra_jax.run import Run
 
 FAILED = 1  # exit code of a run that had to stop itself
+
+
+class NotFinite(Exception):
+    """An update whose gradient or prediction was no number, and which was left out for that reason."""
 
 
 @dataclasses.dataclass
 class Progress:
     """Where a run stands, apart from arrays: goes into the checkpoint as JSON.
 
-    step: updates done. consumed: prompts drawn so far, which is the data position. baseline: of the running-baseline
-    estimator. pending: the metrics of the newest update, while its evaluation has not been finished.
+    step: updates done. consumed: prompts drawn so far, which is the data position. baseline: of the
+    running-baseline estimator. pending: metrics of the newest update, while its evaluation is unfinished.
     """
 
     step: int = 0
@@ -36,188 +48,239 @@ class Progress:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and train. Returns the exit code: 0 done, 1 stopped by itself, 128 + n by signal n."""
+    """Parse the command line and train. Returns the exit code: 0 done, 1 stopped by itself, 128 + signal."""
     command = cli.parse(argv, "python -m logra_jax.train", __doc__ or "")
-    config = command.config
-    out = Path(config.out)
-    if not command.dry_run:
-        claim_output(out, resume=command.resume, overwrite=command.overwrite)
-    cli.use_compilation_cache()
+    config, out = command.config, Path(command.config.out)
+    try:
+        check_output(config, resume=command.resume, overwrite=command.overwrite)
+    except UserError as error:
+        if not command.dry_run:
+            raise
+        print(f"note: {error}")
+    with StopFlag() as stop:  # before jax: importing it takes seconds
+        cli.use_compilation_cache()
+        from logra_jax.build import check_files, make_grader
+        from logra_jax.run import Run
 
-    from logra_jax.build import Run
-    from logra_jax.signals import Stopped, StopFlag
-
-    with StopFlag() as stop, Run(config, stop) as run:
-        print(run.summary())
-        if command.dry_run:
-            print("dry run: nothing was trained or written")
-            return 0
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(to_yaml(config))
-        trainer = Trainer(run, out, resume=command.resume)
-        try:
-            return trainer.run_to_end()
-        except Stopped as stopped:
-            trainer.save()
-            print(f"{stopped}: saved after {trainer.progress.step} updates; go on with --resume")
-            return stopped.code
-        finally:
-            trainer.close()
+        check_files(config, trains=True)
+        with make_grader(config) as grader:
+            run = Run(config, grader, stop.check)
+            print(run.summary(), flush=True)
+            if command.dry_run:
+                print(f"\n{to_yaml(config)}\ndry run: nothing was trained or written")
+                return 0
+            try:
+                prepare_output(config, resume=command.resume, overwrite=command.overwrite)
+                code, message = train(run, out, stop, resume=command.resume)
+            except OSError as error:  # a full disk, above all
+                raise UserError(f"out={out}: {error}") from error
+    print(message, file=sys.stderr if code else sys.stdout)
+    return code
 
 
-def claim_output(out: Path, *, resume: bool, overwrite: bool) -> None:
+def check_output(config: Config, *, resume: bool, overwrite: bool) -> None:
     """Refuse to touch what an earlier run left, unless told to go on from it or to delete it."""
-    if not out.exists():
-        if resume:
-            raise UserError(f"--resume: there is no run in {out}")
-        return
-    if not out.is_dir():
+    out = Path(config.out)
+    for key, value in (
+        ("model.path", config.model.path),
+        ("data.train", config.data.train),
+        ("data.eval", config.data.eval),
+    ):
+        if value and out.resolve() in resolve_path(value).resolve().parents:
+            raise UserError(f"{key}={value} lies in out={out}, which the run writes to: choose another out")
+    is_run = (out / "config.yaml").is_file()
+    if resume and not is_run:
+        raise UserError(f"--resume: there is no run in out={out}")
+    if out.exists() and not out.is_dir():
         raise UserError(f"out={out} is a file: name a folder")
-    if resume or not any(out.iterdir()):
+    if resume or not out.exists() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise UserError(f"out={out} is not empty: choose another folder, --resume the run in it, or --overwrite it")
-    if not (out / "config.yaml").is_file():
-        raise UserError(f"--overwrite: {out} holds no config.yaml, so it is not the folder of a run: delete it yourself")
-    shutil.rmtree(out)
+        raise UserError(
+            f"out={out} is not empty: choose another folder, --resume the run in it, or --overwrite it"
+        )
+    if not is_run:
+        raise UserError(f"--overwrite: out={out} holds no config.yaml, so it is no run: delete it yourself")
+
+
+def prepare_output(config: Config, *, resume: bool, overwrite: bool) -> None:
+    """Make the output folder and write the settings into it."""
+    out = Path(config.out)
+    if resume:
+        report_changes(out / "config.yaml", config)
+    elif overwrite and out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    fresh = out / "config.yaml.tmp"
+    fresh.write_text(to_yaml(config), encoding="utf-8")
+    fresh.replace(out / "config.yaml")
+
+
+def report_changes(file: Path, config: Config) -> None:
+    """Say which settings of a resumed run are not those it was started with."""
+    try:
+        before, now = (as_dict(found) for found in (load_config(file), config))
+    except UserError as error:
+        print(f"note: the settings of the run to resume cannot be compared: {error}")
+        return
+    for key in SETTINGS:
+        section, _, name = key.rpartition(".")
+        old, new = ((found[section] if section else found)[name] for found in (before, now))
+        if old != new:
+            print(f"note: {key} was {old!r} before, and is {new!r} now")
+
+
+def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, str]:
+    """Train to the end, or until something stops it. Returns exit code and last words."""
+    from logra_jax.checkpoint import Checkpoints, steps
+    from logra_jax.metrics import MetricsWriter
+
+    config = run.config
+    settings, log = config.checkpoint, config.log
+    with closing(
+        Checkpoints(out / "checkpoints", settings.keep, settings.keep_best, settings.async_)
+    ) as checkpoints:
+        found = None
+        if resume and steps(out / "checkpoints"):
+            found = checkpoints.restore(run.abstract_checkpoint())
+        if found is None:
+            state, progress = run.initial_state(), Progress()
+        else:
+            state, progress = run.unpack(found.state), Progress(**found.meta)
+        if progress.step > config.steps:
+            raise UserError(
+                f"--resume: {progress.step} updates are done already, more than steps={config.steps}"
+            )
+        if resume:
+            print(f"resumed after {progress.step} updates", flush=True)
+        with closing(
+            MetricsWriter(
+                out,
+                tensorboard=log.tensorboard,
+                wandb=log.wandb,
+                project=log.project,
+                progress=log.progress,
+                steps=config.steps,
+                resume_step=progress.step - (progress.pending is not None),
+            )
+        ) as metrics:
+            trainer = Trainer(run, stop, checkpoints, metrics, state, progress)
+            del found, state  # the trainer's alone: the first update writes over it
+            try:
+                trainer.run_to_end()
+                run.export(trainer.state, out / "hf")
+                metrics.draw()
+            except Stopped as stopped:
+                trainer.save(wait=True)
+                return stopped.code, f"{stopped}: saved after {progress.step} updates; go on with --resume"
+            except NotFinite as error:
+                trainer.save(wait=True)
+                return FAILED, str(error)
+            except (UserError, OSError):
+                # All rewards failed, or the disk is full: keep what has been learnt, if that can be done.
+                with suppress(UserError, OSError):
+                    trainer.save(wait=True)
+                raise
+    return 0, f"done: {config.steps} updates; model in {out / 'hf'}, curves in {out / 'curves.png'}"
 
 
 class Trainer:
     """The loop and what it carries from update to update."""
 
-    def __init__(self, run: Any, out: Path, *, resume: bool):
-        from logra_jax.checkpoint import Checkpoints, steps
-        from logra_jax.metrics import MetricsWriter
+    def __init__(
+        self,
+        run: "Run",
+        stop: StopFlag,
+        checkpoints: "Checkpoints",
+        metrics: "MetricsWriter",
+        state: "TrainState",
+        progress: Progress,
+    ):
+        self.run, self.config, self.stop = run, run.config, stop
+        self.checkpoints, self.metrics = checkpoints, metrics
+        self.state, self.progress = state, progress
+        self.score: float | None = None  # of the present weights, once they have been evaluated
 
-        config = run.config
-        self.run, self.config, self.out = run, config, out
-        self.progress = Progress()
-        self.checkpoints = Checkpoints(
-            out / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best, config.checkpoint.async_
-        )
-        if resume and steps(out / "checkpoints"):
-            found = self.checkpoints.restore(run.abstract_checkpoint())
-            self.state, self.progress = run.unpack(found.state), Progress(**found.meta)
-            print(f"resumed after {found.step} updates")
-        else:
-            self.state = run.initial_state()
-        self.metrics = MetricsWriter(
-            out,
-            tensorboard=config.log.tensorboard,
-            wandb=config.log.wandb,
-            project=config.log.project,
-            progress=config.log.progress,
-            steps=config.steps,
-            resume_step=self.progress.step - (self.progress.pending is not None),
-        )
-        self.best: float | None = None
-
-    def run_to_end(self) -> int:
-        """Train until config.steps updates are done, then export. Returns the exit code."""
-        config, progress, run = self.config, self.progress, self.run
-        if progress.pending is not None:
-            self.finish_update(progress.pending)
-        while progress.step < config.steps:
+    def run_to_end(self) -> None:
+        """Train until config.steps updates are done and saved."""
+        if self.progress.pending is not None:
+            self.finish_update(self.progress.pending)
+        while self.progress.step < self.config.steps:
             before: dict[str, Any] = {}
-            if progress.step == 0 and config.eval.before:
+            if self.progress.step == 0 and self.config.eval.before:
                 before = self.evaluate()
-            for row in self.train_on_batch():
-                if row is None:
-                    return FAILED
-                self.finish_update(row | before)
-                before = {}
-        self.save()
-        self.checkpoints.wait()
-        run.export(self.state, self.out / "hf")
-        self.metrics.draw()
-        print(f"done: {config.steps} updates; model in {self.out / 'hf'}, curves in {self.out / 'curves.png'}")
-        return 0
+            self.train_on_batch(before)
+        self.save(wait=True)
 
-    def train_on_batch(self):
-        """Sample, grade and learn from one batch of prompts; yields the metrics of each update taken from it."""
+    def train_on_batch(self, before: dict[str, Any]) -> None:
+        """Sample, grade and learn from one batch of prompts. before: metrics to add to the first update's."""
         config, progress, run = self.config, self.progress, self.run
+        self.stop.check()
         started = time.perf_counter()
-        rows = run.order.rows(progress.consumed, config.rollout.prompts)
-        prompts = run.prompts.take(rows)
+        prompts = run.prompts.take(run.order.rows(progress.consumed, config.rollout.prompts))
         rollout = run.sample(self.state, prompts, update=progress.step)
-        run.stop.check()
+        tokens = int(np.sum(rollout.lengths))  # waits for the rollout
         sampled = time.perf_counter()
-
-        rewards = run.grade(prompts, run.texts(rollout))
-        run.stop.check()
+        self.stop.check()
+        rewards = run.grade(prompts, rollout)
         graded = time.perf_counter()
+        self.stop.check()
 
-        advantages, baseline = run.advantages(rewards, progress.baseline)
-        batch = run.batch(rollout, advantages, self.state)
-        shared = run.rollout_metrics(rollout, rewards, advantages)
+        advantages, progress.baseline = run.advantages(rewards, progress.baseline)
         progress.consumed += len(prompts)
-        progress.baseline = baseline
-        for turn in range(config.loss.updates_per_batch):
+        shared = run.rollout_metrics(rollout, rewards, advantages)
+        batch = run.batch(rollout, advantages, self.state)
+        spent = {"time/rollout_s": sampled - started, "time/reward_s": graded - sampled}
+        updates = config.loss.updates_per_batch
+        # From the step's place among the updates of a batch: 0, unless resumed after a stop between them.
+        for _ in range(progress.step % updates, updates):
             learning = time.perf_counter()
             self.state, learned = run.update(self.state, batch, progress.step)
-            updated = time.perf_counter()
+            now = time.perf_counter()
             if not learned.pop("ok"):
-                self.save()
-                self.checkpoints.wait()
-                print(
-                    f"update {progress.step} was not finite (gradient norm {learned['grad/norm']}, predicted KL "
-                    f"{learned.get('kl/predicted')}): the weights were left as they were and saved. Look at the "
-                    "newest samples, then resume with a smaller step.",
-                    file=sys.stderr,
+                raise NotFinite(
+                    f"update {progress.step} was not finite (gradient norm {learned['grad/norm']}, predicted "
+                    f"KL {learned.get('kl/predicted')}): the weights were left as they were and saved. "
+                    "Look at the newest samples, then --resume, with a smaller step if it happens again"
                 )
-                yield None
-                return
-            first = turn == 0
-            spent = (updated - started) if first else (updated - learning)
-            yield {
-                "step": progress.step,
-                **shared,
-                **learned,
-                "time/rollout_s": sampled - started if first else 0.0,
-                "time/reward_s": graded - sampled if first else 0.0,
-                "time/update_s": updated - learning,
-                "tokens/s": float(np.sum(rollout.lengths)) / spent,
-            }
+            times = {**spent, "time/update_s": now - learning, "tokens/s": tokens / (now - started)}
+            self.finish_update({"step": progress.step, **shared, **learned, **times, **before})
+            before, started, spent = {}, now, dict.fromkeys(spent, 0.0)
 
     def finish_update(self, row: dict[str, Any]) -> None:
         """Evaluate where that is due, write the metrics of an update, and save where that is due."""
         config, progress = self.config, self.progress
-        # The update is done from here on: stopped during the evaluation, a resumed run begins with the evaluation.
+        # From here on the update is done: stopped in its evaluation, a resumed run begins with that.
         progress.step, progress.pending = int(row["step"]) + 1, row
         last = progress.step == config.steps
-        score = None
-        if last or (config.eval.every and progress.step % config.eval.every == 0):
+        self.score = None
+        # A row has room for one evaluation: the first keeps that before training, unless it is also the last.
+        regular = bool(config.eval.every) and progress.step % config.eval.every == 0
+        if last or (regular and "eval/updates" not in row):
             found = self.evaluate()
-            score = found.get("eval/accuracy")
-            # The first row keeps the evaluation before training, unless it is the last row as well.
-            row = found | row if progress.step == 1 and not last else row | found
-        progress.pending = None
+            row = row | found
+            self.score = found.get("eval/accuracy")
         self.metrics.write(row)
-        whole_batch = progress.step % config.loss.updates_per_batch == 0
-        if config.checkpoint.every and progress.step % config.checkpoint.every == 0 and whole_batch and not last:
-            self.save(score)
-        self.best = score
+        progress.pending = None
+        every, updates = config.checkpoint.every, config.loss.updates_per_batch
+        if every and progress.step % every == 0 and progress.step % updates == 0 and not last:
+            self.save()
 
     def evaluate(self) -> dict[str, Any]:
-        """Held-out accuracy and what goes with it, as metrics; prints a few samples."""
+        """Held-out accuracy and what goes with it, as metrics; prints a few answers."""
         if self.run.held_out is None:
             return {}
-        found = self.run.evaluate(self.state)
-        self.metrics.show_samples(self.progress.step, found.records[: self.config.log.samples])
-        return {f"eval/{name}": value for name, value in found.metrics.items()} | {
-            "eval/updates": self.progress.step
-        }
+        found = self.run.evaluate(self.run.params(self.state))
+        self.metrics.show_samples(self.progress.step, self.run.samples(found))
+        metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
+        return metrics | {"eval/updates": self.progress.step}
 
-    def save(self, score: float | None = None) -> None:
+    def save(self, wait: bool = False) -> None:
         """Write a checkpoint of everything that a resumed run needs to go on bit for bit."""
-        self.checkpoints.save(
-            self.progress.step, self.run.pack(self.state), dataclasses.asdict(self.progress), score
-        )
-
-    def close(self) -> None:
-        """Finish pending writes."""
-        self.checkpoints.close()
-        self.metrics.close()
+        packed, meta = self.run.pack(self.state), dataclasses.asdict(self.progress)
+        self.checkpoints.save(self.progress.step, packed, meta, self.score)
+        if wait:
+            self.checkpoints.wait()
 
 
 if __name__ == "__main__":

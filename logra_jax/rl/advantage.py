@@ -52,17 +52,18 @@ def leave_one_out(rewards: np.ndarray) -> Advantages:
 
 
 def running_baseline(
-    rewards: np.ndarray, baseline: float, *, weight: float = 0.1, failure_reward: float = -0.01
+    rewards: np.ndarray, baseline: float, *, weight: float = 0.1, failure_reward: float | None = -0.01
 ) -> tuple[Advantages, float]:
     """Outcome minus a running average over *previous* batches (arXiv 2610.06647, main runs).
 
-    rewards: float, any shape. The outcome is 1 where the reward is at least 1, else `failure_reward`. Returns
-    the advantages and the next batch's baseline, (1 - weight) * baseline + weight * mean(outcome); a batch
-    without a valid row leaves it alone. The baseline starts at 0 and belongs in the checkpoint.
+    rewards: float, any shape. The outcome is 1 where the reward is at least 1, else `failure_reward`; with
+    None it is the reward itself. Returns the advantages and the next batch's baseline, (1 - weight) *
+    baseline + weight * mean(outcome); a batch without a valid row leaves it alone. The baseline starts at 0
+    and belongs in the checkpoint.
     """
     values = np.asarray(rewards, np.float64)
     valid = np.isfinite(values)
-    outcome = np.where(values >= 1.0, 1.0, failure_reward)
+    outcome = values if failure_reward is None else np.where(values >= 1.0, 1.0, failure_reward)
     advantages = np.where(valid, outcome - baseline, 0.0).astype(np.float32)
     if valid.any():
         baseline = (1.0 - weight) * baseline + weight * float(outcome[valid].mean())

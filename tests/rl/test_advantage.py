@@ -37,11 +37,18 @@ def test_golden_running_baseline(expected):
         assert baseline == pytest.approx(after, rel=1e-12)
 
 
+def test_running_baseline_of_the_rewards_as_they_are():
+    got, baseline = running_baseline(np.array([[0.25, math.nan], [2.0, -0.5]]), 0.5, failure_reward=None)
+    np.testing.assert_allclose(got.values, [[-0.25, 0.0], [1.5, -1.0]], rtol=1e-6)
+    assert baseline == pytest.approx(0.9 * 0.5 + 0.1 * 1.75 / 3, rel=1e-12)
+
+
 @pytest.mark.parametrize("reward", [0.6, 0.9, 0.1, 1 / 3])
 @pytest.mark.parametrize("n", [2, 3, 5, 6, 7, 12])
 @pytest.mark.parametrize("ddof", [0, 1])
-def test_equal_rewards_are_exactly_zero(reward, n, ddof):
-    rewards = np.full((2, n), reward, np.float32)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_equal_rewards_are_exactly_zero(reward, n, ddof, dtype):
+    rewards = np.full((2, n), reward, dtype)
     for got in (grpo(rewards, eps=1e-8, ddof=ddof), grpo(rewards, std=False), leave_one_out(rewards)):
         assert (got.values == 0.0).all()
         assert zero_share(got) == 1.0
