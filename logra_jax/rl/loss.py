@@ -157,9 +157,10 @@ def policy_loss(
         return jnp.where(mask, values, 0.0)
 
     logprobs = valid(logprobs)
+    # Constant, and with it the importance weight.
     old = jax.lax.stop_gradient(logprobs if old_logprobs is None else valid(old_logprobs))
     ratio = jnp.exp(_bounded(logprobs - old))
-    scale = jnp.where(jnp.any(mask, axis=1), advantages, 0.0)[:, None]
+    scale = advantages[:, None]
     plain = ratio * scale
     low = -jnp.inf if settings.clip_low is None else 1.0 - settings.clip_low
     high = jnp.inf if settings.clip_high is None else 1.0 + settings.clip_high
@@ -173,7 +174,7 @@ def policy_loss(
     capped = jnp.zeros_like(mask)
     if settings.importance_cap is not None:
         raw = jnp.exp(_bounded(old - valid(rollout_logprobs)))
-        weight = jax.lax.stop_gradient(jnp.minimum(raw, settings.importance_cap))
+        weight = jnp.minimum(raw, settings.importance_cap)
         capped = mask & (raw > settings.importance_cap)
     per_token = valid(-weight * surrogate)
 

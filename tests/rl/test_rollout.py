@@ -141,6 +141,12 @@ class TestKeptTokens:
         assert np.asarray(kept_tokens(jnp.zeros(5), 2, 1.0)).tolist() == [True, True, False, False, False]
         assert np.asarray(kept_tokens(jnp.zeros(5), 0, 0.4)).tolist() == [True, True, False, False, False]
 
+    def test_sum_that_hits_top_p_within_rounding(self):
+        for size in (10, 12, 25):
+            for count in range(1, size):
+                got = kept_tokens(jnp.full(size, 0.3), 0, count / size)
+                assert int(jnp.sum(got)) == count
+
     def test_sampling_stays_inside(self):
         # The three likeliest are 0.5, 0.3, 0.1: after the second one 0.89 of their mass is collected.
         logits = np.log(np.array(self.PROBS))
