@@ -205,12 +205,14 @@ def make_update(
             lengths=jnp.minimum(probe.lengths, longest - policy.prompt_width),
         )
         probe_mask = completion_mask(probe.lengths, longest - policy.prompt_width)
+        # Small passes: compiling their layers one by one would cost more than running them faster saves.
+        looped = policy._replace(model=policy.model.replace(scan_unroll=1))
         predicted = predict_kl(
-            lambda train: policy.hidden_head(merge(train, frozen), probe), train, spec,
+            lambda train: looped.hidden_head(merge(train, frozen), probe), train, spec,
             step=step, mask=probe_mask, temperature=policy.temperature,
         )  # fmt: skip
 
-        exact = policy._replace(model=policy.model.replace(compute_dtype="float32"))
+        exact = looped._replace(model=looped.model.replace(compute_dtype="float32"))
         checked = jax.tree.map(lambda leaf: leaf[:check_responses], probe._replace(probe=None, check=None))
 
         def check_hidden(train: Tree) -> HiddenHead:
