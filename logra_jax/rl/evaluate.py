@@ -31,9 +31,7 @@ class Prompts(Protocol):
 class Grades(Protocol):
     """Rewards of answers."""
 
-    def grade(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]
-    ) -> np.ndarray:
+    def grade(self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]) -> np.ndarray:
         """float32 [N]; NaN where an answer could not be graded and is left out."""
 
 
@@ -90,9 +88,7 @@ def evaluate(
         raise ValueError(f"batch and samples must be at least 1, not {batch} and {samples}")
     for k in ks:
         if not 1 <= k <= samples:
-            raise UserError(
-                f"pass@{k} needs 1 <= k <= samples, and samples is {samples}: raise it or leave that k out"
-            )
+            raise UserError(f"pass@{k} needs 1 <= k <= samples, and samples is {samples}: raise it or leave that k out")
 
     texts: list[str] = []
     lengths: list[int] = []

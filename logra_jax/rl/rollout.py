@@ -61,9 +61,7 @@ def completion_lengths(
     return jnp.where(stopped, first + 1, completions.shape[1]).astype(jnp.int32), stopped
 
 
-def kept_tokens(
-    logits: Float[Array, "*rows v"], top_k: int | None, top_p: float | None
-) -> Bool[Array, "*rows v"]:
+def kept_tokens(logits: Float[Array, "*rows v"], top_k: int | None, top_p: float | None) -> Bool[Array, "*rows v"]:
     """Which ids may be sampled: the top_k likeliest and of these the nucleus of mass top_p (0: off).
 
     The nucleus holds the tokens before which less than top_p has been collected, likeliest first: never
@@ -242,9 +240,7 @@ def _row_keys(numbers: Any, prompt_ids: Int[Array, " b"], n: int) -> Any:
     return of_prompt(prompt_ids).reshape(-1)
 
 
-def _draw(
-    sampler: Sampler, logits: Float[Array, "n v"], keys: Any
-) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
+def _draw(sampler: Sampler, logits: Float[Array, "n v"], keys: Any) -> tuple[Int[Array, " n"], Float[Array, " n"]]:
     """One token per row and its log-probability; logits are already divided by the temperature."""
     score = logits
     if not sampler.greedy:
@@ -258,9 +254,7 @@ def _draw(
 
 
 def _is_end(tokens: Int[Array, "*rows"], end_ids: tuple[int, ...]) -> Bool[Array, "*rows"]:
-    return functools.reduce(
-        jnp.logical_or, [tokens == i for i in end_ids], jnp.zeros(tokens.shape, jnp.bool_)
-    )
+    return functools.reduce(jnp.logical_or, [tokens == i for i in end_ids], jnp.zeros(tokens.shape, jnp.bool_))
 
 
 def _repeat(x: Array, n: int, axis: int) -> Array:

@@ -128,9 +128,7 @@ def test_bad_input():
         evaluate(PlayedBack(), None, make_prompts(0), Table({}), decode=decode, batch=2)
     for k in (0, 3):
         with pytest.raises(UserError, match=f"pass@{k}"):
-            evaluate(
-                PlayedBack(), None, make_prompts(), Table({}), decode=decode, batch=2, samples=2, ks=(k,)
-            )
+            evaluate(PlayedBack(), None, make_prompts(), Table({}), decode=decode, batch=2, samples=2, ks=(k,))
 
 
 def test_batches_do_not_change_what_is_sampled():
@@ -143,8 +141,7 @@ def test_batches_do_not_change_what_is_sampled():
     params = model.init_params(jax.random.key(0))
     sampler = Sampler(model, max_new_tokens=4, end_ids=(END,), vocab_size=10, pad_id=0, temperature=1.0)
     results = [
-        evaluate(sampler, params, make_prompts(), Table({}), decode=decode, batch=batch, samples=4)
-        for batch in (2, 3)
+        evaluate(sampler, params, make_prompts(), Table({}), decode=decode, batch=batch, samples=4) for batch in (2, 3)
     ]
     assert [r.completion for r in results[0].records] == [r.completion for r in results[1].records]
     assert len({r.completion for r in results[0].records}) > 8

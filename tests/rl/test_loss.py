@@ -50,9 +50,7 @@ def loss_of(rows, counts=None, **options):
     return policy_loss(**rows, **counts, settings=LossSettings(**options))
 
 
-def numpy_loss(
-    rows, *, aggregation="token", clip_low=None, clip_high=None, importance_cap=None, reference_kl=0.0
-):
+def numpy_loss(rows, *, aggregation="token", clip_low=None, clip_high=None, importance_cap=None, reference_kl=0.0):
     """The docstring's formula, token by token, in float64."""
     rows = {k: np.asarray(v, np.float64) for k, v in rows.items()}
     b, c = rows["mask"].shape
@@ -127,9 +125,7 @@ class TestTokenLogprobs:
 
     def test_no_array_of_all_tokens_by_vocabulary(self):
         hidden, head, targets = self.arrays(b=2, c=64, d=4, v=1000)
-        fn = jax.grad(
-            lambda h: jnp.sum(token_logprobs(h, jnp.asarray(head), jnp.asarray(targets), 1.0, 8)[0])
-        )
+        fn = jax.grad(lambda h: jnp.sum(token_logprobs(h, jnp.asarray(head), jnp.asarray(targets), 1.0, 8)[0]))
         compiled = jax.jit(fn).lower(jnp.asarray(hidden)).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 2 * 64 * 1000 * 4 / 2
 
@@ -204,9 +200,7 @@ class TestPolicyLoss:
         np.testing.assert_allclose(sums, want_sums, rtol=1e-6)
         b, c = rows["mask"].shape
         np.testing.assert_allclose(gradient[1 : 1 + b, :c], want_gradient, atol=1e-8)
-        assert float(jnp.sum(jnp.abs(gradient))) == pytest.approx(
-            float(jnp.sum(jnp.abs(want_gradient))), rel=1e-5
-        )
+        assert float(jnp.sum(jnp.abs(gradient))) == pytest.approx(float(jnp.sum(jnp.abs(want_gradient))), rel=1e-5)
 
     @pytest.mark.parametrize("devices", [1, 2, 4])
     def test_sequence_mean_does_not_depend_on_the_mesh(self, devices):
@@ -216,9 +210,7 @@ class TestPolicyLoss:
         rows["old_logprobs"], rows["advantages"] = rows["logprobs"], -jnp.ones(32)
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("fsdp",))
         rows = jax.device_put(rows, NamedSharding(mesh, P("fsdp")))
-        grad = jax.jit(
-            jax.value_and_grad(lambda x: loss_of(rows | {"logprobs": x}, aggregation="sequence")[0])
-        )
+        grad = jax.jit(jax.value_and_grad(lambda x: loss_of(rows | {"logprobs": x}, aggregation="sequence")[0]))
         loss, gradient = grad(rows["logprobs"])
         assert float(loss) == pytest.approx(1.0, rel=1e-6)
         lengths = np.asarray(rows["mask"]).sum(1, keepdims=True)
@@ -252,9 +244,9 @@ class TestPolicyLoss:
             loss, sums = loss_of(rows, clip_low=0.2, clip_high=0.2)
             assert float(loss) == pytest.approx(want, rel=1e-6)
             assert float(sums.clipped) == float(clipped)
-            gradient = jax.grad(
-                lambda x, rows=rows: loss_of({**rows, "logprobs": x}, clip_low=0.2, clip_high=0.2)[0]
-            )(rows["logprobs"])
+            gradient = jax.grad(lambda x, rows=rows: loss_of({**rows, "logprobs": x}, clip_low=0.2, clip_high=0.2)[0])(
+                rows["logprobs"]
+            )
             want_gradient = 0.0 if clipped else -ratio[i] * advantage[i]
             assert float(gradient[0, 0]) == pytest.approx(want_gradient, rel=1e-6)
             _, unclipped = loss_of(rows, **NO_CLIP)
@@ -263,9 +255,7 @@ class TestPolicyLoss:
     def test_current_policy_as_old_is_the_plain_policy_gradient(self):
         rows = make_rows() | {"old_logprobs": None}
         for options in (NO_CLIP, {"clip_low": 0.0, "clip_high": 0.0}):
-            grad = jax.value_and_grad(
-                lambda x, o=options: loss_of({**rows, "logprobs": x}, **o), has_aux=True
-            )
+            grad = jax.value_and_grad(lambda x, o=options: loss_of({**rows, "logprobs": x}, **o), has_aux=True)
             (_, sums), gradient = grad(rows["logprobs"])
             mask, advantages = np.asarray(rows["mask"]), np.asarray(rows["advantages"])
             np.testing.assert_allclose(gradient, -(mask * advantages[:, None]) / mask.sum(), rtol=1e-5)
@@ -336,9 +326,7 @@ class TestPolicyLoss:
         }
         assert set(want) | {"loss"} == set(sums._fields)
         for name, values in want.items():
-            assert float(getattr(sums, name)) == pytest.approx((values * mask).sum(), rel=1e-5, abs=1e-6), (
-                name
-            )
+            assert float(getattr(sums, name)) == pytest.approx((values * mask).sum(), rel=1e-5, abs=1e-6), name
         assert float(sums.loss) == float(loss)
         assert 0 < float(sums.clipped) < float(sums.tokens)
         assert 0 < float(sums.capped) < float(sums.tokens)

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from logra_jax.errors import UserError
+from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig, load_hf
 from logra_jax.rl import rollout as module
 from logra_jax.rl.loss import token_logprobs
@@ -194,9 +193,7 @@ class TestAgainstTheModel:
         reference = np.load(fixtures / name / "reference.npz")
         want, prompts = reference["greedy_tokens"], reference["left_input_ids"]
         lengths = reference["left_attention_mask"].sum(1).astype(np.int32)
-        sampler = make_sampler(
-            model, max_new_tokens=want.shape[1], end_ids=(), vocab_size=320, temperature=0.0
-        )
+        sampler = make_sampler(model, max_new_tokens=want.shape[1], end_ids=(), vocab_size=320, temperature=0.0)
         got = sampler.generate(params, prompts, lengths, np.arange(3, dtype=np.int32), 1, 0, 0)
         np.testing.assert_array_equal(got.tokens[:, prompts.shape[1] :], want)
         picked = np.take_along_axis(log_softmax(reference["greedy_step_logits"]), want[..., None], -1)[..., 0]
@@ -262,9 +259,11 @@ class TestIndependence:
 
     def test_devices(self, batch):
         sampler, params, arrays, whole = batch
-        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
-        arrays = jax.device_put(arrays, NamedSharding(mesh, P("fsdp")))
-        got = sampler.generate(jax.device_put(params, NamedSharding(mesh, P())), *arrays, 4, 5, 2)
+        # Prompts and weights both split over the devices.
+        mesh = make_mesh(4, 2)
+        arrays = jax.device_put(arrays, batch_sharding(mesh))
+        params = jax.device_put(params, shardings(mesh, sampler.model.logical_axes()))
+        got = sampler.generate(params, *arrays, 4, 5, 2)
         assert {s.data.shape[0] for s in got.tokens.addressable_shards} == {4}
         self.check(got, 4, whole)
 
