@@ -66,8 +66,8 @@ def logra(
         without `dense`.
     """
     if (learning_rate is None) == (update_ratio is None):
-        given = "both" if learning_rate is not None else "neither"
-        raise UserError(f"logra: set exactly one of learning_rate and update_ratio; {given} is set")
+        given = "both are" if learning_rate is not None else "neither is"
+        raise UserError(f"logra: set exactly one of learning_rate and update_ratio; {given} set")
     by_ratio = update_ratio is not None
     steps = [
         sketch(spec),

@@ -98,15 +98,12 @@ def test_without_kl_link(toy) -> None:
 def test_form_of_row_adam(toy) -> None:
     """preserve_norm follows the kind of step unless it is said."""
     train, _ = toy.spec.split(toy.params)
-    grads = sketched_value_and_grad(lambda p: jnp.sum(jnp.square(p["head"]["kernel"])), toy.spec)(
-        train, step=0
-    )[1]
+    grads = sketched_value_and_grad(lambda p: jnp.sum(jnp.square(p["head"]["kernel"])), toy.spec)(train, step=0)[1]
     grads["layers"]["up"]["kernel"] = jnp.ones((3, 4, 16))
-    factor = lambda **kw: (
-        logra(toy.spec, **kw)
-        .update(grads, logra(toy.spec, **kw).init(train), train)[0]["head"]["kernel"]
-        .factor
-    )
+
+    def factor(**kw):
+        return logra(toy.spec, **kw).update(grads, logra(toy.spec, **kw).init(train), train)[0]["head"]["kernel"].factor
+
     plain = factor(learning_rate=1.0)
     np.testing.assert_array_equal(plain, factor(learning_rate=1.0, preserve_norm=False))
     kept = factor(learning_rate=1.0, preserve_norm=True)
@@ -118,7 +115,7 @@ def test_form_of_row_adam(toy) -> None:
 def test_refusals(toy) -> None:
     with pytest.raises(UserError, match="neither is set"):
         logra(toy.spec)
-    with pytest.raises(UserError, match="both is set"):
+    with pytest.raises(UserError, match="both are set"):
         logra(toy.spec, learning_rate=1e-3, update_ratio=1e-3)
     with pytest.raises(UserError, match=r"layers/up/bias is trained but is no target; pass dense="):
         logra(toy.spec, update_ratio=1e-3).init(toy.params)

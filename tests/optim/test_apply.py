@@ -24,7 +24,10 @@ from logra_jax.optim import twin
 
 def factors(toy):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
     return {"head": {"kernel": draw(4, 8)}, "layers": {"up": {"bias": draw(3, 16), "kernel": draw(3, 4, 16)}}}
 
 
@@ -37,7 +40,10 @@ def test_values(toy, project, dense, decay, rate) -> None:
     updates, after = jax.jit(tx.update)(d, state, toy.params)
     assert int(after.count) == 7
     new = (optax.apply_updates if dense else apply_updates)(toy.params, updates)
-    wide = lambda v: np.asarray(v, np.float64)
+
+    def wide(v):
+        return np.asarray(v, np.float64)
+
     for i in range(3):
         a = project(toy.spec, f"model.layers.{i}.up.weight", 16, 6)
         kernel = wide(toy.params["layers"]["up"]["kernel"][i])
@@ -51,7 +57,9 @@ def test_values(toy, project, dense, decay, rate) -> None:
 
 
 def test_schedules_of_decay(toy) -> None:
-    rate = lambda count: jnp.where(count == 6, 0.25, 0.0)
+    def rate(count):
+        return jnp.where(count == 6, 0.25, 0.0)
+
     tx = lift(toy.spec, weight_decay=0.5, learning_rate=rate)
     for count, decay in ((6, 0.125), (5, 0.0)):
         state = tx.init(toy.params)._replace(count=jnp.int32(count))
@@ -127,7 +135,7 @@ def test_layouts(shape, in_axes, out_axes) -> None:
 
 
 def test_stack_is_updated_in_place() -> None:
-    """The donated stack is the result's buffer, and what is needed besides is about one matrix, not the stack."""
+    """The donated stack is the result's buffer, and beside it is about one matrix, not the stack."""
     layers, k, d, r = 16, 64, 128, 4
     spec = SketchSpec(rank=r, targets=("w",))
     w = {"w": jnp.zeros((layers, k, d))}
@@ -164,7 +172,10 @@ def test_accumulating_wrappers_refuse_sketches(toy) -> None:
 
 def sharded_train():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
-    put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def put(x, *axes):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
     train = {
         "layers": {"up": {"kernel": put(jnp.ones((3, 16, 8)), None, "fsdp", "tensor")}},
         "norm": put(jnp.ones(8), "tensor"),
@@ -194,7 +205,10 @@ def test_state_follows_the_parameters(wrap) -> None:
     with jax.numpy_dtype_promotion("standard"):
         state = jax.jit(tx.init, out_shardings=shardings)(train)
     specs = {jax.tree_util.keystr(p): x.sharding.spec for p, x in jax.tree.leaves_with_path(state)}
-    find = lambda *parts: [s for path, s in specs.items() if all(part in path for part in parts)]
+
+    def find(*parts):
+        return [s for path, s in specs.items() if all(part in path for part in parts)]
+
     layer = "['layers']['up']['kernel']"
     assert find(".rms", layer) == [PartitionSpec(None, "tensor")]
     assert find(".momentum", layer) == [PartitionSpec(None, None, "tensor")]
@@ -218,7 +232,10 @@ def test_one_device() -> None:
 def test_sharded_apply_moves_no_weights(toy) -> None:
     """Each device draws its part of A and updates its own part of W."""
     mesh, spec, train = sharded_train()
-    put = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def put(x, *axes):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
     train = {"layers": {"up": {"kernel": put(jnp.ones((3, 64, 8)), None, "fsdp", "tensor")}}}
     d = {"layers": {"up": {"kernel": put(jnp.ones((3, 2, 8)), None, None, "tensor")}}}
     tx = lift(spec)

@@ -33,7 +33,7 @@ def test_type_checkers_see_the_same_names() -> None:
 
 
 def test_unknown_name_says_what_there_is() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'lograa'.*sketched_value_and_grad"):
+    with pytest.raises(AttributeError, match=r"no attribute 'lograa'.*sketched_value_and_grad"):
         logra_jax.lograa  # noqa: B018
     with pytest.raises(AttributeError, match="it has DEFAULT_TARGETS"):
         optim.nothing  # noqa: B018

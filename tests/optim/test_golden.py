@@ -37,7 +37,10 @@ def given_projection(monkeypatch):
 
     def use(a) -> None:
         unit = jnp.asarray(np.asarray(a) * np.sqrt(len(a)), jnp.float32)
-        drawn = lambda key, r, k, distribution="rademacher", dtype=jnp.float32: jnp.round(unit).astype(dtype)
+
+        def drawn(key, r, k, distribution="rademacher", dtype=jnp.float32):
+            return jnp.round(unit).astype(dtype)
+
         monkeypatch.setattr(projection, "signs", drawn)
         monkeypatch.setattr(slot, "signs", drawn)
 
@@ -49,13 +52,17 @@ def test_update(doc, given_projection) -> None:
     weights = {"w": array(doc["W0"])}
     forms = {"plain": scale_by_row_adam(), "norm_preserving": scale_by_row_adam(preserve_norm=True)}
     states = {name: tx.init(weights) for name, tx in forms.items()}
-    close = lambda got, want: np.testing.assert_allclose(
-        got, np.asarray(want), rtol=0, atol=1e-5 * np.abs(want).max()
-    )
+
+    def close(got, want):
+        return np.testing.assert_allclose(got, np.asarray(want), rtol=0, atol=1e-5 * np.abs(want).max())
+
     for step in doc["steps"]:
         given_projection(step["A"])
-        x = array(np.eye(24))
-        loss = lambda p, g=array(step["G"]), x=x: jnp.sum((x @ p["w"]) * g)
+        x, g = array(np.eye(24)), array(step["G"])
+
+        def loss(p, x=x, g=g):
+            return jnp.sum((x @ p["w"]) * g)
+
         by_slot = sketched_value_and_grad(loss, spec)(weights, step=0)[1]
         by_link, _ = sketch(spec).update({"w": array(step["G"])}, sketch(spec).init(weights), weights)
         for s in (by_slot, by_link):
@@ -74,9 +81,7 @@ def test_update(doc, given_projection) -> None:
         close(-scaled["w"].T, step["update_ratio"]["D"])
         # The file takes every step from the first weights, and scales it by alpha 0.7.
         close(apply_with(lift(spec), weights, {"w": 0.7 * scaled["w"]})["w"].T, step["W_after_alpha_0p7"])
-    zero, _ = forms["norm_preserving"].update(
-        {"w": jnp.zeros((4, 7))}, forms["norm_preserving"].init(weights), weights
-    )
+    zero, _ = forms["norm_preserving"].update({"w": jnp.zeros((4, 7))}, forms["norm_preserving"].init(weights), weights)
     assert bool((zero["w"] == 0).all()) is doc["zero_sketch_gives_zero"]
 
 
@@ -90,9 +95,17 @@ def test_predicted_kl_and_alpha(doc) -> None:
     logits, tangent = (jnp.asarray(file[name], jnp.float32) for name in ("logits", "tangent"))
     params, direction = {"s": jnp.zeros(())}, {"s": jnp.ones(())}
     for case in file["cases"]:
-        predict = lambda mask, t=case["temperature"]: predict_kl(
-            lambda p: logits + p["s"] * tangent, params, None, step=0, mask=jnp.asarray(mask), temperature=t
-        )
+
+        def predict(mask, t=case["temperature"]):
+            return predict_kl(
+                lambda p: logits + p["s"] * tangent,
+                params,
+                None,
+                step=0,
+                mask=jnp.asarray(mask),
+                temperature=t,
+            )
+
         for i, q in enumerate(case["per_token"]):
             np.testing.assert_allclose(predict(np.eye(5)[i])(direction), q, rtol=2e-5)
         np.testing.assert_allclose(predict(file["mask"])(direction), case["mean"], rtol=2e-5)
@@ -121,7 +134,5 @@ def test_mismatch(doc) -> None:
     for entry in doc["mismatch"]["history"]:
         m = mismatch_average(m, entry["observed"], doc["mismatch"]["weight"])
         np.testing.assert_allclose(m, entry["ema"], rtol=1e-5)
-        _, state = tx.update(
-            params, tx.init(params), params, predict_kl=lambda _: jnp.float32(1), kl_mismatch=m
-        )
+        _, state = tx.update(params, tx.init(params), params, predict_kl=lambda _: jnp.float32(1), kl_mismatch=m)
         np.testing.assert_allclose(state.budget, entry["effective_budget_of_2e_4"], rtol=1e-5)

@@ -24,14 +24,12 @@ from logra_jax import (
 
 @pytest.fixture
 def run(toy):
-    """One jitted, donated step of a guarded chain with weight decay, momentum, Adam on the biases and the KL link."""
+    """A jitted, donated step of a guarded chain: decay, momentum, Adam on the biases, the KL link."""
     with jax.numpy_dtype_promotion("standard"):
         spec = toy.spec
         inner = optax.partition(
             {
-                "sketched": optax.chain(
-                    sketch(spec), scale_by_row_adam(spec=spec, b1=0.5), optax.scale(-0.01)
-                ),
+                "sketched": optax.chain(sketch(spec), scale_by_row_adam(spec=spec, b1=0.5), optax.scale(-0.01)),
                 "dense": optax.adam(1e-3),
             },
             spec.labels(toy.params),
@@ -82,38 +80,42 @@ def test_bad_step_is_an_exact_no_op(toy, run, what) -> None:
     assert (float(link.alpha), bool(link.ok), bool(step_ok(state))) == (0.0, False, False)
     np.testing.assert_array_equal(link.predicted_kl, np.float32(q))
     reset = state._replace(ok=kept.ok)
-    flags = lambda s: jax.tree.map(
-        lambda node: node.count if isinstance(node, type(link)) else node,
-        s,
-        is_leaf=lambda node: isinstance(node, type(link)),
-    )
+
+    def flags(s):
+        return jax.tree.map(
+            lambda node: node.count if isinstance(node, type(link)) else node,
+            s,
+            is_leaf=lambda node: isinstance(node, type(link)),
+        )
+
     equal(flags(copies(reset)), flags(kept))
     assert int(sketch_count(state)) == 1
     # The next good step goes on as if the bad one had not been.
     again, state = step(params, state, grads, jnp.float32(1e-3))
-    straight, _ = step(
-        jax.tree.map(jnp.array, before), jax.tree.map(jnp.array, kept), grads, jnp.float32(1e-3)
-    )
+    straight, _ = step(jax.tree.map(jnp.array, before), jax.tree.map(jnp.array, kept), grads, jnp.float32(1e-3))
     equal(again, straight)
     assert bool(step_ok(state))
 
 
 def test_good_steps_are_those_of_the_chain(toy) -> None:
     spec = toy.spec
-    make = lambda: optax.chain(sketch(spec), scale_by_row_adam(), optax.scale(-0.01), lift(spec))
+
+    def make():
+        return optax.chain(sketch(spec), scale_by_row_adam(), optax.scale(-0.01), lift(spec))
+
     grads = sketched_value_and_grad(toy.loss, spec)(toy.params, toy.x, toy.y, step=0)[1]
     with jax.numpy_dtype_promotion("standard"):
         plain, state = make().update(grads, make().init(toy.params), toy.params)
-        guarded, own = guard_nonfinite(make()).update(
-            grads, guard_nonfinite(make()).init(toy.params), toy.params
-        )
+        guarded, own = guard_nonfinite(make()).update(grads, guard_nonfinite(make()).init(toy.params), toy.params)
     equal(plain, guarded)
     equal(state, own.inner_state)
 
 
 def test_infinities_that_belong_to_a_state_are_no_reason_to_stop() -> None:
     """Some optax transformations start from infinity (a best value so far)."""
-    start = lambda params: {"best": jnp.float32(jnp.inf), "sum": jnp.float32(0)}
+
+    def start(params):
+        return {"best": jnp.float32(jnp.inf), "sum": jnp.float32(0)}
 
     def update(updates, state, params=None):
         return updates, {"best": state["best"], "sum": state["sum"] + updates["w"][0] * 1e38}
@@ -136,9 +138,7 @@ def test_no_guard() -> None:
 def test_alias_is_guarded(toy) -> None:
     train, _ = toy.spec.split(toy.params)
     tx = logra(toy.spec, update_ratio=1e-2)
-    grads = sketched_value_and_grad(lambda p: jnp.sum(p["head"]["kernel"] * jnp.nan), toy.spec)(
-        train, step=0
-    )[1]
+    grads = sketched_value_and_grad(lambda p: jnp.sum(p["head"]["kernel"] * jnp.nan), toy.spec)(train, step=0)[1]
     updates, state = tx.update(grads, tx.init(train), train)
     equal(apply_updates(train, updates), train)
     assert not bool(step_ok(state))

@@ -27,7 +27,10 @@ from logra_jax import (
 
 def direction(toy, scale=1.0):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
     return {"head": {"kernel": draw(4, 8)}, "layers": {"up": {"bias": draw(3, 16), "kernel": draw(3, 4, 16)}}}
 
 
@@ -58,7 +61,10 @@ def numpy_prediction(toy, project, updates, mask, temperature, count, step=1e-5)
             }
         },
     }
-    at = lambda t: numpy_logits(jax.tree.map(lambda w, d: w + t * d, params, full), x)
+
+    def at(t):
+        return numpy_logits(jax.tree.map(lambda w, d: w + t * d, params, full), x)
+
     z_dot = (at(step) - at(-step)) / (2 * step) / temperature
     p = softmax(at(0) / temperature)
     c = z_dot - (p * z_dot).sum(-1, keepdims=True)
@@ -72,9 +78,10 @@ def test_prediction_is_the_finite_difference(toy, project, temperature, material
     """Sketched and dense leaves move at once; every third position does not count, one counts double."""
     mask = (np.arange(32) % 3 > 0).astype(np.float32)
     mask[1] = 2.0
-    fn = lambda u, step: predict_kl(
-        lambda p: toy.logits(p, toy.x), toy.params, toy.spec, step, mask, temperature, materialize
-    )(u)
+
+    def fn(u, step):
+        return predict_kl(lambda p: toy.logits(p, toy.x), toy.params, toy.spec, step, mask, temperature, materialize)(u)
+
     got = jax.jit(fn)(direction(toy), jnp.int32(2))
     want, _ = numpy_prediction(toy, project, direction(toy), mask, temperature, 2)
     np.testing.assert_allclose(got, want, rtol=1e-4)
@@ -83,7 +90,10 @@ def test_prediction_is_the_finite_difference(toy, project, temperature, material
 def test_prediction_is_the_divergence_of_a_small_step(toy, project) -> None:
     updates = direction(toy)
     q, full = numpy_prediction(toy, project, updates, np.ones(32), 1.0, 0)
-    wide = lambda tree: jax.tree.map(lambda v: np.asarray(v, np.float64), tree)
+
+    def wide(tree):
+        return jax.tree.map(lambda v: np.asarray(v, np.float64), tree)
+
     eps = 1e-4
     moved = jax.tree.map(lambda w, d: w + eps * d, wide(toy.params), full)
     x = np.asarray(toy.x, np.float64)
@@ -110,9 +120,14 @@ def test_chunks_equal_the_whole(toy, chunk, train_head) -> None:
             h = jnp.tanh(h @ take["kernel"] + take["bias"][None, None, :])
         return h
 
-    output = lambda p: p["out"] if train_head else head
+    def output(p):
+        return p["out"] if train_head else head
+
     whole = predict_kl(lambda p: hidden(p) @ output(p), params, spec, 0, mask, 0.8)(updates)
-    in_chunks = lambda p: HiddenHead(hidden(p), output(p))
+
+    def in_chunks(p):
+        return HiddenHead(hidden(p), output(p))
+
     got = predict_kl(in_chunks, params, spec, 0, mask, 0.8, chunk=chunk)(updates)
     np.testing.assert_allclose(got, whole, rtol=1e-6)
 
@@ -123,9 +138,7 @@ def test_logits_of_all_tokens_are_never_formed() -> None:
     params = {"w": jnp.ones((d, d)) * 0.1}
     x = jnp.ones((4, tokens // 4, d))
     head = jax.random.normal(jax.random.key(0), (d, vocabulary))
-    fn = predict_kl(
-        lambda p: HiddenHead(x @ p["w"], head), params, spec, 0, jnp.ones((4, tokens // 4)), chunk=8
-    )
+    fn = predict_kl(lambda p: HiddenHead(x @ p["w"], head), params, spec, 0, jnp.ones((4, tokens // 4)), chunk=8)
     text = jax.jit(fn).lower({"w": jnp.ones((3, d))}).as_text()
     assert f"8x{vocabulary}xf32" in text or f"4x2x{vocabulary}xf32" in text
     assert f"tensor<{tokens}x{vocabulary}xf32>" not in text
@@ -137,7 +150,10 @@ def test_logits_of_all_tokens_are_never_formed() -> None:
 def test_positions_that_do_not_count_may_be_anything(toy) -> None:
     mask = jnp.ones(32).at[3].set(0.0)
     bad = toy.x.at[3].set(jnp.nan)
-    fn = lambda x, mask: predict_kl(lambda p: toy.logits(p, x), toy.params, toy.spec, 0, mask)(direction(toy))
+
+    def fn(x, mask):
+        return predict_kl(lambda p: toy.logits(p, x), toy.params, toy.spec, 0, mask)(direction(toy))
+
     np.testing.assert_allclose(fn(bad, mask), fn(toy.x, mask), rtol=1e-6)
     assert np.isnan(fn(bad, jnp.ones(32)))
     assert fn(toy.x, jnp.zeros(32)) == 0
@@ -147,7 +163,10 @@ def test_banned_tokens() -> None:
     """A logit of minus infinity has probability 0 and takes no part, whatever its tangent is."""
     params, move = {"s": jnp.zeros(())}, {"s": jnp.ones(())}
     weights, tangent = jnp.asarray([[1.0, 1.0, 0.0]]), jnp.asarray([[1.0, 3.0, 5.0]])
-    logits = lambda p: jnp.log(weights * (1 + p["s"] * tangent))
+
+    def logits(p):
+        return jnp.log(weights * (1 + p["s"] * tangent))
+
     assert np.isnan(jax.jvp(logits, (params,), (move,))[1][0, 2])
     np.testing.assert_allclose(predict_kl(logits, params, None, 0, jnp.ones(1))(move), 0.5, rtol=1e-6)
 
@@ -164,9 +183,7 @@ def link(q, updates=None, budget=1e-3, **kwargs):
     return tx.update(updates, tx.init(updates), updates, predict_kl=lambda _: jnp.float32(q), **extra)
 
 
-@pytest.mark.parametrize(
-    ("q", "alpha"), [(4e-3, 0.5), (1e-3, 1.0), (1e-9, 3.0), (1e-37, 3.0), (1e30, 3.1622776e-17)]
-)
+@pytest.mark.parametrize(("q", "alpha"), [(4e-3, 0.5), (1e-3, 1.0), (1e-9, 3.0), (1e-37, 3.0), (1e30, 3.1622776e-17)])
 def test_alpha(q, alpha) -> None:
     new, state = link(q)
     np.testing.assert_allclose(state.alpha, alpha, rtol=1e-5)
@@ -250,8 +267,8 @@ def test_clear_errors(toy) -> None:
     inside = optax.masked(tx, {"a": True, "b": False})
     with pytest.raises(UserError, match="put it after"):
         inside.init({"a": jnp.ones(2), "b": jnp.ones(2)})
+    late = optax.chain(lift(toy.spec), tx)
     with pytest.raises(UserError, match="lift comes after"):
-        late = optax.chain(lift(toy.spec), tx)
         late.update(direction(toy), late.init(toy.params), toy.params, predict_kl=lambda _: jnp.float32(1))
     with pytest.raises(UserError, match="0 scale_by_predicted_kl"):
         kl_link(optax.adam(1e-3).init({"w": jnp.ones(2)}))

@@ -24,9 +24,7 @@ def test_signs_are_those_of_the_twin(r: int, k: int, update: int) -> None:
     for dtype in (jnp.float32, jnp.bfloat16):
         got = jax.jit(pj.signs, static_argnums=(1, 2, 3, 4))(key, r, k, "rademacher", dtype)
         assert got.dtype == dtype
-        np.testing.assert_array_equal(
-            np.asarray(got).astype(np.int8), twin.signs(spec.seed, update, "a.weight", r, k)
-        )
+        np.testing.assert_array_equal(np.asarray(got).astype(np.int8), twin.signs(spec.seed, update, "a.weight", r, k))
 
 
 @pytest.mark.parametrize("refresh", [0, 1, 4])
@@ -58,7 +56,10 @@ def test_products(distribution: str) -> None:
     a = np.asarray(pj.signs(key, r, k, distribution), np.float64) / np.sqrt(r)
     rng = np.random.default_rng(0)
     g, f = rng.normal(size=(k, d)), rng.normal(size=(r, d))
-    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+    def close(got, want):
+        return np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
     close(pj.sketch_matrix(jnp.asarray(g, jnp.float32), key, r, distribution), a @ g)
     close(pj.expand_matrix(jnp.asarray(f, jnp.float32), key, k, distribution), a.T @ f)
     close(pj.gram(key, r, k, distribution), a @ a.T)
@@ -89,9 +90,7 @@ def test_each_device_draws_its_own_columns() -> None:
     """A sharded draw needs no communication and equals the unsharded one."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     key = pj.weight_keys(SketchSpec(rank=4), one("a", 256, 1), 0)
-    draw = jax.jit(
-        lambda key: pj.signs(key, 4, 256), out_shardings=NamedSharding(mesh, PartitionSpec(None, "x"))
-    )
+    draw = jax.jit(lambda key: pj.signs(key, 4, 256), out_shardings=NamedSharding(mesh, PartitionSpec(None, "x")))
     compiled = draw.lower(key).compile()
     assert not any(op in compiled.as_text() for op in ("all-gather", "all-reduce", "all-to-all", "permute"))
     np.testing.assert_array_equal(draw(key), pj.signs(key, 4, 256))

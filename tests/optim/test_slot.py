@@ -36,9 +36,7 @@ def expected_sketches(toy, project, params, x, y, update=0):
 def test_sketch_is_projection_times_gradient(toy, project, materialize, update) -> None:
     """Scan over stacked slots and rematerialisation included: the toy model uses both."""
     take = jax.jit(
-        lambda p, step: sketched_value_and_grad(toy.loss, toy.spec, materialize=materialize)(
-            p, toy.x, toy.y, step=step
-        )
+        lambda p, step: sketched_value_and_grad(toy.loss, toy.spec, materialize=materialize)(p, toy.x, toy.y, step=step)
     )
     value, grads = take(toy.params, jnp.int32(update))
     np.testing.assert_allclose(value, toy.loss(toy.params, toy.x, toy.y), rtol=1e-6)
@@ -64,10 +62,10 @@ def test_four_micro_batches_add_up_to_one(toy, project) -> None:
 
 
 def test_has_aux_and_extra_arguments(toy) -> None:
-    with_aux = lambda p, x, y: (toy.loss(p, x, y), {"n": x.shape[0]})
-    (value, aux), grads = sketched_value_and_grad(with_aux, toy.spec, has_aux=True)(
-        toy.params, toy.x, toy.y, step=0
-    )
+    def with_aux(p, x, y):
+        return (toy.loss(p, x, y), {"n": x.shape[0]})
+
+    (value, aux), grads = sketched_value_and_grad(with_aux, toy.spec, has_aux=True)(toy.params, toy.x, toy.y, step=0)
     plain = sketched_value_and_grad(toy.loss, toy.spec)(toy.params, toy.x, toy.y, step=0)
     assert aux == {"n": 32}
     jax.tree.map(np.testing.assert_array_equal, (value, grads), plain)
@@ -94,7 +92,10 @@ def test_forward_and_reverse_rules(lead, k, d, seed) -> None:
     rng = np.random.default_rng(seed)
     x, x_dot = (jnp.asarray(rng.normal(size=(*lead, k)), jnp.float32) for _ in range(2))
     u_dot = jnp.asarray(rng.normal(size=(r, d)), jnp.float32)
-    f = lambda x, u: x @ Slot(s.kernel, s.key_data, u, "rademacher", (-2,), (-1,))
+
+    def f(x, u):
+        return x @ Slot(s.kernel, s.key_data, u, "rademacher", (-2,), (-1,))
+
     y, y_dot = jax.jvp(f, (x, s.u), (x_dot, u_dot))
     np.testing.assert_array_equal(y, x @ w)
     wide = partial(np.asarray, dtype=np.float64)
@@ -110,11 +111,12 @@ def test_forward_and_reverse_rules(lead, k, d, seed) -> None:
 def test_gaussian_projection(toy) -> None:
     spec = SketchSpec(rank=4, distribution="gaussian", targets=("head",))
     params = {"head": toy.params["head"], "x": toy.x}
-    loss = lambda p: jnp.sum(jnp.square(p["x"] @ p["head"]["kernel"]))
+
+    def loss(p):
+        return jnp.sum(jnp.square(p["x"] @ p["head"]["kernel"]))
+
     got = sketched_value_and_grad(loss, spec)(params, step=2)[1]["head"]["kernel"]
-    key = jax.random.wrap_key_data(
-        jnp.asarray(twin.weight_key(42, 2, "head/kernel"), jnp.uint32), impl="threefry2x32"
-    )
+    key = jax.random.wrap_key_data(jnp.asarray(twin.weight_key(42, 2, "head/kernel"), jnp.uint32), impl="threefry2x32")
     a = np.asarray(jax.random.normal(key, (4, 16), jnp.float32), np.float64) / 2
     close(got, a @ np.asarray(jax.grad(loss)(params)["head"]["kernel"], np.float64))
 
@@ -123,7 +125,10 @@ def test_vmap_over_a_stack() -> None:
     spec = SketchSpec(rank=3, targets=("w",))
     w = jax.random.normal(jax.random.key(0), (5, 12, 6))
     x = jax.random.normal(jax.random.key(1), (5, 7, 12))
-    loss = lambda p: jnp.sum(jnp.sin(jax.vmap(lambda x, w: x @ w)(x, p["w"])))
+
+    def loss(p):
+        return jnp.sum(jnp.sin(jax.vmap(lambda x, w: x @ w)(x, p["w"])))
+
     take = jax.jit(lambda p: sketched_value_and_grad(loss, spec, materialize=False)(p, step=1)[1])
     got = take({"w": w})["w"]
     dense = np.asarray(jax.grad(loss)({"w": w})["w"], np.float64)
@@ -156,11 +161,16 @@ def test_what_is_kept_of_the_inputs(toy) -> None:
     spec = SketchSpec(rank=r, targets=("w",))
     w = jnp.ones((k, d)) * 0.1
     x = jax.random.normal(jax.random.key(0), (tokens, k))
-    loss = lambda p: jnp.sum(jnp.square(x @ p["w"]))
+
+    def loss(p):
+        return jnp.sum(jnp.square(x @ p["w"]))
 
     def products(materialize) -> str:
-        """The program as XLA gets it; a product of that shape, in either layout, would be the weight gradient."""
-        take = lambda p: sketched_value_and_grad(loss, spec, materialize=materialize)(p, step=0)
+        """Products of the program; one of the kernel's shape would be the weight gradient."""
+
+        def take(p):
+            return sketched_value_and_grad(loss, spec, materialize=materialize)(p, step=0)
+
         text = jax.jit(take).lower({"w": w}).as_text()
         return [line for line in text.splitlines() if "dot_general" in line]
 
@@ -169,9 +179,7 @@ def test_what_is_kept_of_the_inputs(toy) -> None:
         assert len(products(materialize)) == 3  # x W, x A^T, (x A^T)^T times the cotangent
         assert not any(shape in line for line in products(materialize) for shape in full)
     assert any(shape in line for line in products(True) for shape in full)
-    kept = jax.vjp(
-        lambda u: loss({"w": Slot(w, leaf_key(spec), u, "rademacher", (-2,), (-1,))}), zeros(r, d)
-    )[1]
+    kept = jax.vjp(lambda u: loss({"w": Slot(w, leaf_key(spec), u, "rademacher", (-2,), (-1,))}), zeros(r, d))[1]
     sizes = [np.shape(leaf) for leaf in jax.tree.leaves(kept)]
     assert (tokens, r) in sizes
     assert (tokens, k) not in sizes
@@ -205,7 +213,10 @@ def test_strangers_losses_get_the_right_sketch(use) -> None:
     spec = SketchSpec(rank=3, targets=("w",))
     params = {"w": jax.random.normal(jax.random.key(0), (12, 6)) * 0.3}
     x = jax.random.normal(jax.random.key(1), (5, 12))
-    loss = lambda p: jnp.sum(jnp.sin(use(x, p["w"])))
+
+    def loss(p):
+        return jnp.sum(jnp.sin(use(x, p["w"])))
+
     value, grads = jax.jit(lambda p: sketched_value_and_grad(loss, spec)(p, step=0))(params)
     a = twin.signs(42, 0, "w", 3, 12) / np.sqrt(3)
     dense = np.asarray(jax.grad(loss)(params)["w"], np.float64)
@@ -223,10 +234,16 @@ def test_flax_linen_and_nnx_modules() -> None:
     """Modules that were not written for slots fall back to W + A^T U, with the same numbers."""
     x = jax.random.normal(jax.random.key(1), (5, 12))
     spec = SketchSpec(rank=3, targets=("kernel",))
-    a = lambda name: twin.signs(42, 0, name, 3, 12) / np.sqrt(3)
+
+    def a(name):
+        return twin.signs(42, 0, name, 3, 12) / np.sqrt(3)
+
     linen = nn.Dense(6)
     params = linen.init(jax.random.key(0), x)
-    loss = lambda p: jnp.sum(jnp.sin(linen.apply(p, x)))
+
+    def loss(p):
+        return jnp.sum(jnp.sin(linen.apply(p, x)))
+
     grads = sketched_value_and_grad(loss, spec)(params, step=0)[1]
     dense = np.asarray(jax.grad(loss)(params)["params"]["kernel"], np.float64)
     close(grads["params"]["kernel"], a("params/kernel") @ dense, 2e-5)
@@ -247,7 +264,10 @@ def test_attention_kernel_with_its_axes() -> None:
     spec = SketchSpec(rank=3, targets=(Target("q", in_axes=(-3,), out_axes=(-2, -1)),))
     params = {"q": jax.random.normal(jax.random.key(0), (12, 2, 4))}
     x = jax.random.normal(jax.random.key(1), (5, 12))
-    loss = lambda p: jnp.sum(jnp.sin(jnp.einsum("td,dhk->thk", x, p["q"])))
+
+    def loss(p):
+        return jnp.sum(jnp.sin(jnp.einsum("td,dhk->thk", x, p["q"])))
+
     got = sketched_value_and_grad(loss, spec)(params, step=0)[1]["q"]
     dense = np.asarray(jax.grad(loss)(params)["q"], np.float64).reshape(12, 8)
     close(got, twin.signs(42, 0, "q", 3, 12) / np.sqrt(3) @ dense)
@@ -259,9 +279,7 @@ def test_target_that_is_also_trained_densely_is_refused() -> None:
     s, _, _ = leaf_slot()
     x = jnp.ones((2, 12))
     with pytest.raises(UserError, match="one way only"):
-        jax.grad(lambda w: jnp.sum(x @ Slot(w, s.key_data, s.u, "rademacher", (-2,), (-1,))), allow_int=True)(
-            s.kernel
-        )
+        jax.grad(lambda w: jnp.sum(x @ Slot(w, s.key_data, s.u, "rademacher", (-2,), (-1,))), allow_int=True)(s.kernel)
 
 
 def test_a_loss_with_a_bug_shows_its_own_error(toy) -> None:
@@ -276,7 +294,7 @@ def raise_(error):
 
 
 def test_slot_answers_like_a_kernel() -> None:
-    s, w, _ = leaf_slot()
+    s, _w, _ = leaf_slot()
     assert (s.shape, s.dtype, s.ndim) == ((12, 6), jnp.float32, 2)
     cast = s.astype(jnp.bfloat16)
     assert (cast.dtype, cast.u.dtype) == (jnp.bfloat16, jnp.float32)
@@ -293,7 +311,10 @@ def test_slot_answers_like_a_kernel() -> None:
 @pytest.mark.parametrize("spread", [("x", None), (None, "x"), ("x", "y")])
 def test_sharded_weights_and_tokens(spread) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
-    put = lambda value, *axes: jax.device_put(value, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def put(value, *axes):
+        return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*axes)))
+
     spec = SketchSpec(rank=3, targets=("w",))
     w = jax.random.normal(jax.random.key(0), (3, 32, 8))
     x = jax.random.normal(jax.random.key(1), (4, 6, 32))
@@ -308,7 +329,10 @@ def test_sharded_weights_and_tokens(spread) -> None:
 
 def test_probe_tells_who_may_have_slots(toy) -> None:
     matrices = toy.spec.matrices(toy.params)
-    asked = lambda fn: slot_module.takes_slots(fn, toy.params, matrices, toy.spec, 0)
+
+    def asked(fn):
+        return slot_module.takes_slots(fn, toy.params, matrices, toy.spec, 0)
+
     assert asked(lambda p: toy.loss(p, toy.x, toy.y))
     assert asked(jax.jit(lambda p: toy.logits(p, toy.x)))
     assert not asked(lambda p: toy.loss(p, toy.x, toy.y) + jnp.sum(p["head"]["kernel"].kernel))

@@ -43,9 +43,7 @@ def test_pattern_that_matches_nothing_is_named() -> None:
     with pytest.raises(UserError, match="no_such_name"):
         SketchSpec(rank=4, targets=("no_such_name",)).matrices({"w": {"kernel": leaf(8, 8)}})
     with pytest.raises(UserError, match="only_a_bias"):
-        SketchSpec(rank=4, targets=("w", "only_a_bias")).matrices(
-            {"w": {"kernel": leaf(8, 8)}, "only_a_bias": leaf(8)}
-        )
+        SketchSpec(rank=4, targets=("w", "only_a_bias")).matrices({"w": {"kernel": leaf(8, 8)}, "only_a_bias": leaf(8)})
 
 
 def test_stack_of_24_matrices_and_a_convolution() -> None:
@@ -106,9 +104,7 @@ def test_default_targets() -> None:
 
 def test_axes_that_are_spelled_out() -> None:
     params = {"q": leaf(2, 64, 4, 8), "o": leaf(2, 4, 8, 64)}
-    spec = SketchSpec(
-        rank=4, targets=(Target("^q", (-3,), (-2, -1)), Target("^o", in_axes=(-3, -2), out_axes=(-1,)))
-    )
+    spec = SketchSpec(rank=4, targets=(Target("^q", (-3,), (-2, -1)), Target("^o", in_axes=(-3, -2), out_axes=(-1,))))
     found = spec.matrices(params)
     assert (found["q"].k, found["q"].d, found["q"].batch) == (64, 32, (2,))
     assert (found["o"].k, found["o"].d, found["o"].batch) == (32, 64, (2,))
@@ -146,9 +142,7 @@ def test_hashable_and_comparable(toy) -> None:
     assert replace(again, rank=3).matrices(toy.params).keys() == again.matrices(toy.params).keys()
 
 
-@pytest.mark.parametrize(
-    ("refresh", "expected"), [(1, [0, 1, 2, 3, 4, 5]), (3, [0, 0, 0, 3, 3, 3]), (0, [0] * 6)]
-)
+@pytest.mark.parametrize(("refresh", "expected"), [(1, [0, 1, 2, 3, 4, 5]), (3, [0, 0, 0, 3, 3, 3]), (0, [0] * 6)])
 def test_redraw(refresh: int, expected: list[int]) -> None:
     spec = SketchSpec(refresh=refresh)
     assert [spec.redraw(u) for u in range(6)] == expected

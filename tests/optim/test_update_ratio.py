@@ -20,7 +20,10 @@ def lifted(toy, project, updates, count):
 
 def directions(toy, scale=1.0):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
+    def draw(*shape):
+        return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
     return {"head": {"kernel": draw(4, 8)}, "layers": {"up": {"bias": draw(3, 16), "kernel": draw(3, 4, 16)}}}
 
 
