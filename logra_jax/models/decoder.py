@@ -166,13 +166,14 @@ class CausalLM:
             x, kv = nnx.merge(graph, values)(x, rope, mask, kv)
             return (x, None if kv is None else kv._replace(layer=kv.layer + 1)), None
 
-        if self.remat == "full":
-            # A scan body is its own computation, so nothing can be merged with the recomputed one.
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
         layers = self.config.num_hidden_layers
         unroll = self.scan_unroll
         if unroll is None:
             unroll = layers if jax.default_backend() == "cpu" and layers <= UNROLLED_LAYERS_ON_CPU else 1
+        if self.remat == "full":
+            # In a loop body nothing can be merged with the recomputation, so no barriers are needed there.
+            policy = jax.checkpoint_policies.nothing_saveable
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=unroll > 1)
         (x, kv), _ = jax.lax.scan(layer, (x, kv), params, length=layers, unroll=min(unroll, layers))
         return x, kv
 

@@ -77,9 +77,7 @@ def test_head_dim_is_read_when_present_and_derived_when_absent(changes, expected
 
 
 def test_llama_biases_follow_their_keys():
-    both = {
-        name.removeprefix("model.layers.0.") for name in tensors(LLAMA) if ".0." in name and "bias" in name
-    }
+    both = {name.removeprefix("model.layers.0.") for name in tensors(LLAMA) if ".0." in name and "bias" in name}
     attention = {f"self_attn.{p}_proj.bias" for p in "qkvo"}
     mlp = {f"mlp.{p}_proj.bias" for p in ("gate", "up", "down")}
     assert both == attention | mlp
@@ -109,9 +107,7 @@ def test_a_written_configuration_reads_back_equal(raw):
     assert ModelConfig.from_hf(written) == config
     assert written["dtype"] == "bfloat16"
     assert written["architectures"] == [
-        {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[
-            raw["model_type"]
-        ]
+        {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[raw["model_type"]]
     ]
 
 

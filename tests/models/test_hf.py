@@ -87,9 +87,7 @@ def test_a_head_stored_beside_the_tied_flag_is_ignored(folder, load_checkpoint):
     edit_tensors(place, lambda t: t.update({"lm_head.weight": np.full((320, 64), 9, np.float32)}))
     model, params = load_hf(place)
     assert "lm_head" not in params
-    np.testing.assert_array_equal(
-        model.head(params), load_checkpoint(TIED).params["embed_tokens"]["embedding"].T
-    )
+    np.testing.assert_array_equal(model.head(params), load_checkpoint(TIED).params["embed_tokens"]["embedding"].T)
 
 
 def test_padded_vocabulary_rows_are_kept(load_checkpoint, fixtures):
@@ -119,9 +117,7 @@ def test_leaves_are_placed_as_asked(load_checkpoint, fixtures):
     places = shardings(make_mesh(2, 2), model.logical_axes())
     _, params = load_hf(fixtures / TIED, shardings=places)
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, params, places))
-    assert jax.tree.all(
-        jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), params, load_checkpoint(TIED).params)
-    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), params, load_checkpoint(TIED).params))
 
 
 def test_theta_override_reaches_the_angles(fixtures, load_checkpoint):
@@ -208,9 +204,7 @@ def integers(tensors):
         ),
         (
             SHARDED,
-            lambda f: edit_tensors(
-                f, lambda t: t.update({"model.embed_tokens.weight": t["lm_head.weight"]}), SECOND
-            ),
+            lambda f: edit_tensors(f, lambda t: t.update({"model.embed_tokens.weight": t["lm_head.weight"]}), SECOND),
             f"{SECOND} holds the tensor 'model.embed_tokens.weight', which .* places in model-00001-of-00002",
         ),
         (

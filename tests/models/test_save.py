@@ -124,9 +124,7 @@ def test_position_overrides_are_written_in_the_dialect_of_the_file(fixtures, tmp
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("float32", "float32"), ("bfloat16", "bfloat16")])
-def test_a_model_without_a_source_gets_a_sound_folder(
-    load_checkpoint, random_params, tmp_path, dtype, stored
-):
+def test_a_model_without_a_source_gets_a_sound_folder(load_checkpoint, random_params, tmp_path, dtype, stored):
     config = load_checkpoint("tiny-qwen3").model.config
     model = CausalLM(config, end_ids=(1, 5), pad_id=2)
     params = jax.tree.map(lambda x: x.astype(dtype), random_params(model))

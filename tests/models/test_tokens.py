@@ -50,9 +50,7 @@ def test_a_broken_side_file_is_named(tmp_path):
         end_and_pad_ids(tmp_path, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "ends", "pad"), [("tiny-qwen2-tied", (308, 310), 308), ("tiny-llama", (0, 2), 0)]
-)
+@pytest.mark.parametrize(("name", "ends", "pad"), [("tiny-qwen2-tied", (308, 310), 308), ("tiny-llama", (0, 2), 0)])
 def test_a_loaded_model_carries_them(load_checkpoint, name, ends, pad):
     model = load_checkpoint(name).model
     assert (model.end_ids, model.pad_id) == (ends, pad)
