@@ -34,9 +34,7 @@ class AxisTable:
         mesh_axes = [getattr(self, name) for name in logical]
         used = [axis for axis in mesh_axes if axis is not None]
         if len(used) != len(set(used)):
-            raise ValueError(
-                f"logical axes {logical} lie on mesh axes {mesh_axes}: one mesh axis is used twice"
-            )
+            raise ValueError(f"logical axes {logical} lie on mesh axes {mesh_axes}: one mesh axis is used twice")
         return PartitionSpec(*mesh_axes)
 
 

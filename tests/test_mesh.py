@@ -29,9 +29,7 @@ MODEL = CausalLM(CONFIG, scan_unroll=1)
 
 def random_params():
     rng = np.random.default_rng(3)
-    return jax.tree.map(
-        lambda x: rng.standard_normal(x.shape, np.float32) * np.float32(0.2), MODEL.abstract_params()
-    )
+    return jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) * np.float32(0.2), MODEL.abstract_params())
 
 
 def test_each_kind_of_parameter_has_its_place():
@@ -88,13 +86,9 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do():
     mesh = make_mesh(1, 5)
     with pytest.raises(UserError, match=r"tensor=5 does not divide .* dimension is \d+; .*: 1, 2, 4, 8$"):
         shardings(mesh, MODEL.logical_axes(), MODEL.abstract_params())
-    with pytest.raises(
-        UserError, match=r"fsdp=3 does not divide .*embed dimension is 32; .*: 1, 2, 4, 8, 16, 32$"
-    ):
+    with pytest.raises(UserError, match=r"fsdp=3 does not divide .*embed dimension is 32; .*: 1, 2, 4, 8, 16, 32$"):
         shardings(make_mesh(3, 1), MODEL.logical_axes(), MODEL.abstract_params())
-    with pytest.raises(
-        UserError, match=r"6 rows do not split evenly over fsdp=4; .* or fsdp from 1, 2, 3, 6"
-    ):
+    with pytest.raises(UserError, match=r"6 rows do not split evenly over fsdp=4; .* or fsdp from 1, 2, 3, 6"):
         batch_sharding(make_mesh(4, 1), 6)
 
 

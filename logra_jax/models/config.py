@@ -189,9 +189,7 @@ class _Reader:
             self.refuse("hidden_act", act, "only 'silu' is supported")
         for name in ("use_sliding_window", "use_mrope"):
             if self.key(name, (bool,)):
-                self.refuse(
-                    name, True, "only full attention over plain positions is supported; set it to false"
-                )
+                self.refuse(name, True, "only full attention over plain positions is supported; set it to false")
         layers = self.key("num_hidden_layers", (int,))
         kinds = self.key("layer_types", (list,))
         if kinds is not None and set(kinds) != {"full_attention"}:

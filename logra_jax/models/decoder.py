@@ -140,9 +140,7 @@ class CausalLM:
         mask = seen[None] & valid[:, None, :]
 
         graphs = _parts(self.config).graphs
-        x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(
-            jnp.asarray(input_ids), self.compute_dtype
-        )
+        x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
         x, kv = self._layers(params["layers"], x, positions, mask, kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:

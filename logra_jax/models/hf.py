@@ -53,9 +53,7 @@ def load_hf(
         max_position_embeddings=max_position_embeddings,
     )
     end_ids, pad_id = end_and_pad_ids(folder, raw)
-    model = CausalLM(
-        config, compute_dtype=compute_dtype, source=str(folder.resolve()), end_ids=end_ids, pad_id=pad_id
-    )
+    model = CausalLM(config, compute_dtype=compute_dtype, source=str(folder.resolve()), end_ids=end_ids, pad_id=pad_id)
     files = open_shards(folder)
     check_tensors(folder, model, files)
     home = {name: file for file in files for name in file.entries}
@@ -117,9 +115,7 @@ def open_shards(folder: Path) -> list[TensorFile]:
     for file in files:
         listed = {name for name, place in weight_map.items() if place == file.path.name}
         if lost := listed - set(file.entries):
-            raise UserError(
-                f"{file.path} lacks {listing(lost)}, which {INDEX} places there; fetch both again"
-            )
+            raise UserError(f"{file.path} lacks {listing(lost)}, which {INDEX} places there; fetch both again")
         for name in sorted(set(file.entries) - listed):
             place = f"places in {weight_map[name]}" if name in weight_map else "does not name"
             raise UserError(f"{file.path} holds the tensor {name!r}, which {INDEX} {place}; fetch both again")

@@ -74,9 +74,7 @@ class Embedding(nnx.Module):
         return self.embedding.get_value()[ids].astype(dtype)
 
 
-def rope_angles(
-    positions: Int[Array, "batch time"], config: ModelConfig, dtype: jax.typing.DTypeLike
-) -> Rope:
+def rope_angles(positions: Int[Array, "batch time"], config: ModelConfig, dtype: jax.typing.DTypeLike) -> Rope:
     """Angles `position * theta^(-2i/head_dim)`, computed in float32."""
     half = config.head_dim // 2
     exponents = jnp.arange(half, dtype=jnp.float32) * (-2.0 / config.head_dim)
@@ -85,9 +83,7 @@ def rope_angles(
     return Rope(jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype))
 
 
-def rotate(
-    x: Float[Array, "batch time heads head_dim"], rope: Rope
-) -> Float[Array, "batch time heads head_dim"]:
+def rotate(x: Float[Array, "batch time heads head_dim"], rope: Rope) -> Float[Array, "batch time heads head_dim"]:
     """Rotary positions in the half-split layout: dimension i turns together with i + head_dim / 2."""
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = rope.cos[:, :, None], rope.sin[:, :, None]

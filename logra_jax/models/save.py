@@ -37,9 +37,7 @@ SIDE_FILES = (
 Layout = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # file -> tensor -> dtype code and shape
 
 
-def save_hf(
-    model: CausalLM, params: Params, folder: str | Path, *, dtype: Any = None, overwrite: bool = False
-) -> None:
+def save_hf(model: CausalLM, params: Params, folder: str | Path, *, dtype: Any = None, overwrite: bool = False) -> None:
     """Write `params` as a Hugging Face folder that other software can load.
 
     With `model.source`, the tensor names, shards, index, per-tensor dtypes, config.json, tokenizer, template
@@ -94,9 +92,7 @@ def _checked(model: CausalLM, params: Params) -> dict[str, jax.Array]:
         raise UserError(f"these are not the parameters of this model: {odd} are in one of the two only")
     for path, leaf in expected.items():
         if flat[path].shape != leaf.shape:
-            raise UserError(
-                f"parameter {path} has shape {list(flat[path].shape)}, expected {list(leaf.shape)}"
-            )
+            raise UserError(f"parameter {path} has shape {list(flat[path].shape)}, expected {list(leaf.shape)}")
     return flat
 
 
@@ -111,9 +107,7 @@ def _layout(
             for path, names in model.weight_names().items()
             for name in names
         }
-        return {SINGLE: {name: (own[name], shapes[name]) for name in sorted(shapes)}}, {
-            SINGLE: {"format": "pt"}
-        }
+        return {SINGLE: {name: (own[name], shapes[name]) for name in sorted(shapes)}}, {SINGLE: {"format": "pt"}}
     if not Path(model.source).is_dir():
         raise UserError(
             f"the folder the model was loaded from, {model.source}, is gone, and with it its tokenizer "
@@ -125,9 +119,7 @@ def _layout(
     for file in open_shards(Path(model.source)):
         ordered = sorted(file.entries.items(), key=lambda item: item[1].begin)
         kept = {
-            name: (entry.dtype if code is None else code, shapes[name])
-            for name, entry in ordered
-            if name in shapes
+            name: (entry.dtype if code is None else code, shapes[name]) for name, entry in ordered if name in shapes
         }
         if not kept:
             continue  # a shard that held nothing but the head of a tied model
@@ -144,11 +136,7 @@ def _reader(model: CausalLM, flat: Mapping[str, jax.Array], layout: Layout) -> C
     """A function that fetches one tensor from the devices, in file orientation and dtype."""
     table = name_table(model.config)
     codes = {name: code for tensors in layout.values() for name, (code, _) in tensors.items()}
-    place = {
-        name: (path, layer)
-        for path, names in model.weight_names().items()
-        for layer, name in enumerate(names)
-    }
+    place = {name: (path, layer) for path, names in model.weight_names().items() for layer, name in enumerate(names)}
 
     def read(name: str) -> np.ndarray:
         path, layer = place[name]
@@ -206,9 +194,7 @@ def _copy_side_files(source: Path, target: Path, layout: Layout) -> None:
     if (source / INDEX).is_file():
         index = read_json(source, INDEX)
         before = json.dumps(index)
-        index["weight_map"] = {
-            name: file for name, file in index["weight_map"].items() if name in layout.get(file, {})
-        }
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name in layout.get(file, {})}
         counts = [
             (int(np.prod(shape, dtype=np.int64)), DTYPES[code].itemsize)
             for tensors in layout.values()
@@ -216,12 +202,8 @@ def _copy_side_files(source: Path, target: Path, layout: Layout) -> None:
         ]
         meta = index.get("metadata")
         if isinstance(meta, dict):
-            meta |= (
-                {"total_size": sum(count * size for count, size in counts)} if "total_size" in meta else {}
-            )
-            meta |= (
-                {"total_parameters": sum(count for count, _ in counts)} if "total_parameters" in meta else {}
-            )
+            meta |= {"total_size": sum(count * size for count, size in counts)} if "total_size" in meta else {}
+            meta |= {"total_parameters": sum(count for count, _ in counts)} if "total_parameters" in meta else {}
         same = json.dumps(index) == before
         (target / INDEX).write_bytes((source / INDEX).read_bytes() if same else _dump(index))
 

@@ -97,9 +97,7 @@ def _entry(name: str, value: Any) -> Entry:
         code, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         counts = [int(number) for number in (*shape, begin, end)]
     except (KeyError, TypeError, ValueError):
-        raise UserError(
-            f"the entry of tensor {name!r} has no readable dtype, shape and data_offsets"
-        ) from None
+        raise UserError(f"the entry of tensor {name!r} has no readable dtype, shape and data_offsets") from None
     if code not in DTYPES:
         raise UserError(f"tensor {name!r} has dtype {code!r}, readable are {', '.join(DTYPES)}")
     if min(counts) < 0 or end - begin != int(np.prod(shape, dtype=np.int64)) * DTYPES[code].itemsize:
