@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import platform
 import sys
@@ -41,9 +42,7 @@ def parse(argv: Sequence[str] | None, program: str, description: str, trains: bo
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of settings; without it, the packaged demo"
-    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; without it, the packaged demo")
     parser.set_defaults(resume=False, overwrite=False, dry_run=False)
     if trains:
         _add_training_flags(parser)
@@ -57,9 +56,7 @@ def parse(argv: Sequence[str] | None, program: str, description: str, trains: bo
 def _add_training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in out/")
     parser.add_argument("--overwrite", action="store_true", help="delete what an earlier run left in out/")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything and show the set-up; no update"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything and show the set-up; no update")
 
 
 def run(main: Callable[[], int]) -> None:
@@ -70,6 +67,11 @@ def run(main: Callable[[], int]) -> None:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
     sys.exit(code)
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own reports of what is raised as an error anyway off the terminal."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax, on a full disk
 
 
 def use_compilation_cache() -> None:
@@ -85,8 +87,6 @@ def use_compilation_cache() -> None:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     features = platform.machine() + platform.system()
     if (info := Path("/proc/cpuinfo")).is_file():
-        features += next(
-            (line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), ""
-        )
+        features += next((line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
     digest = hashlib.sha256(features.encode()).hexdigest()[:12]
     jax.config.update("jax_compilation_cache_dir", str(home / "logra_jax" / f"xla-{digest}"))

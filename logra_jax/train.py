@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"note: {error}")
     with StopFlag() as stop:  # before jax: importing it takes seconds
+        cli.quiet_libraries()
         cli.use_compilation_cache()
         from logra_jax.build import check_files, make_grader
         from logra_jax.run import Run

@@ -1,0 +1,226 @@
+"""A run that was stopped, killed or failed, and then resumed, is the run that nothing has happened to."""
+
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import logra_jax.run
+from logra_jax import cli, train
+from logra_jax.checkpoint import Checkpoints, flatten, read_arrays, read_note, steps
+from logra_jax.metrics import MetricsWriter, read_rows
+from logra_jax.signals import StopFlag, Stopped
+
+VARIANTS = {
+    "logra": """
+        optimizer.b1=.5 optimizer.refresh=3 kl.mismatch=true loss.reference_kl=.1 steps=3 eval.every=2
+        advantage.estimator=running_baseline advantage.failure_reward=-.01""",
+    "adamw": """
+        optimizer.name=adamw optimizer.update_ratio=null optimizer.learning_rate=.01 optimizer.others=adamw
+        loss.updates_per_batch=2 loss.clip_low=.2 loss.clip_high=.2 optimizer.max_grad_norm=1 checkpoint.every=0
+        optimizer.warmup=2 optimizer.schedule=cosine""",
+}
+
+
+class Interrupted:
+    """What the tests look at: the trainer at work, and where it asks whether to stop."""
+
+    trainer: train.Trainer
+    stop_at: int | None = None  # number of the check that is answered with yes
+    passed: list
+
+
+@pytest.fixture
+def lenient():
+    """optax.adamw raises a float to an int32 power."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Records trainers and stop checks; builds each jitted update once for all runs of a test."""
+    seen = Interrupted()
+    seen.passed = []
+    build, programs, init, check = logra_jax.run.make_update, [], train.Trainer.__init__, StopFlag.check
+
+    def make_update(*args, **kwargs):
+        programs.append(build(*args, **kwargs)) if not programs else None
+        return programs[0]
+
+    def remember(self, *args):
+        init(self, *args)
+        seen.trainer, seen.passed = self, []
+
+    def answer(self):
+        check(self)
+        progress = seen.trainer.progress
+        seen.passed.append((progress.step, progress.pending is not None))
+        if seen.stop_at == len(seen.passed):
+            raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(logra_jax.run, "make_update", make_update)
+    monkeypatch.setattr(train.Trainer, "__init__", remember)
+    monkeypatch.setattr(StopFlag, "check", answer)
+    monkeypatch.setattr(MetricsWriter, "draw", lambda self: None)  # takes longer than all the rest
+    return seen
+
+
+def result(out, progress):
+    """Everything that must not depend on interruptions, as comparable values."""
+    out = Path(out).resolve()
+    arrays = {k: np.asarray(v) for k, v in read_arrays(out / "checkpoints" / str(progress.step), "").items()}
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens/s"}
+        for row in read_rows(out / "metrics.jsonl")
+    ]
+    model = {path.name: path.read_bytes() for path in (out / "hf").iterdir()}
+    return arrays, rows, (progress.step, progress.consumed, progress.baseline), model
+
+
+def assert_same(got, wanted):
+    assert got[0].keys() == wanted[0].keys()
+    for name, value in wanted[0].items():
+        np.testing.assert_array_equal(got[0][name], value, err_msg=name)
+        assert got[0][name].dtype == value.dtype
+    assert got[1:] == wanted[1:]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stopped_at_every_point(variant, command_settings, seen, lenient):
+    argv = [*command_settings, *VARIANTS[variant].split()]
+    assert train.main([*argv, "out=whole"]) == 0
+    wanted, points = result("whole", seen.trainer.progress), seen.passed
+    names = wanted[0].keys()
+    assert any("opt_state" in name for name in names)
+    assert wanted[2][1] == {"logra": 12, "adamw": 8}[variant]  # prompts of 3 and of 2 batches
+    # Before training 2 batches of evaluation, 3 checks per batch of prompts, 2 per later evaluation.
+    assert len(points) == {"logra": 2 + 3 * 3 + 2 * 2, "adamw": 2 + 2 * 3 + 2 * 2}[variant]
+
+    start, began_at = [], 0  # of a chain of resumed runs, each stopped one point further on
+    for number, point in enumerate(points):
+        # A run that starts from a checkpoint passes all the points again that led to the same checkpoint.
+        seen.stop_at = number - began_at + 1
+        assert train.main([*argv, *start]) == 143
+        progress = seen.trainer.progress
+        assert (progress.step, progress.pending is not None) == point
+        meta = read_note(Path("out/checkpoints") / str(progress.step))["meta"]
+        start, began_at = ["--resume"], points.index((meta["step"], meta["pending"] is not None))
+    seen.stop_at = None
+    assert train.main([*argv, "--resume"]) == 0
+    assert_same(result("out", seen.trainer.progress), wanted)
+
+
+def test_more_steps_than_before(command_settings, seen, capsys):
+    argv = [*command_settings, *VARIANTS["logra"].split(), "eval.every=1"]
+    assert train.main([*argv, "out=whole", "steps=3"]) == 0
+    wanted = result("whole", seen.trainer.progress)
+    assert train.main([*argv, "steps=2"]) == 0
+    capsys.readouterr()
+    assert train.main([*argv, "steps=3", "--resume", "log.samples=0"]) == 0
+    said = capsys.readouterr().out
+    assert "note: steps was 2 before, and is 3 now" in said
+    assert "note: log.samples was 3 before, and is 0 now" in said
+    assert said.count("note: ") == 2
+    assert_same(result("out", seen.trainer.progress), wanted)
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(lambda: train.main([*argv, "steps=1", "--resume"]))
+    assert "3 updates are done already, more than steps=1" in capsys.readouterr().err
+
+
+def test_an_update_that_is_not_finite(command_settings, seen, monkeypatch, capsys):
+    argv = [*command_settings, *VARIANTS["logra"].split()]
+    honest = logra_jax.run.Run.advantages
+
+    def poisoned(self, rewards, baseline):
+        advantages, baseline = honest(self, rewards, baseline)
+        if seen.trainer.progress.step == 1:
+            good.update(jax.device_get(flatten({"params": self.params(seen.trainer.state)})))
+            advantages = advantages._replace(values=advantages.values * np.nan)
+        return advantages, baseline
+
+    good: dict = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(logra_jax.run.Run, "advantages", poisoned)
+        assert train.main(argv) == 1
+    said = capsys.readouterr()
+    assert "update 1 was not finite (gradient norm nan" in said.err
+    assert "done" not in said.out
+    assert [row["step"] for row in read_rows("out/metrics.jsonl")] == [0]
+    saved = read_arrays(Path("out/checkpoints/1").resolve(), "params.")
+    assert saved.keys() == good.keys()
+    assert all((np.asarray(saved[name]) == good[name]).all() for name in good)
+    assert not Path("out/hf").exists()
+    assert train.main([*argv, "--resume"]) == 0
+    assert [row["step"] for row in read_rows("out/metrics.jsonl")] == [0, 1, 2]
+    assert seen.trainer.progress.consumed == 16  # the bad batch has been left behind
+
+
+@pytest.mark.filterwarnings("ignore")  # of Orbax, which leaves coroutines behind
+def test_a_disk_that_is_full(command_settings, seen, monkeypatch, capsys):
+    argv = [*command_settings, *VARIANTS["logra"].split(), "checkpoint.every=1"]
+    assert train.main([*argv, "out=whole"]) == 0
+    wanted = result("whole", seen.trainer.progress)
+    save, soft_hard = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save_in_vain(self, step, *args):
+        self.wait()
+        if step == 2:  # no file can grow past this size any more
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, soft_hard[1]))
+        save(self, step, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", save_in_vain)
+        with pytest.raises(SystemExit, match="2"):
+            cli.run(lambda: train.main(argv))
+    resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+    said = capsys.readouterr().err
+    assert "the checkpoint of step 2 could not be written to" in said
+    assert "Earlier checkpoints are untouched" in said
+    assert steps(Path("out/checkpoints")) == [1]
+    assert train.main([*argv, "--resume"]) == 0
+    assert_same(result("out", seen.trainer.progress), wanted)
+
+
+def start(argv, until):
+    """A training process, once it has printed a line that matches `until`."""
+    command = [sys.executable, "-m", "logra_jax.train", *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if re.match(until, line):
+            return process
+    raise AssertionError(process.communicate()[1])
+
+
+def test_processes_that_get_signals(command_settings, seen):
+    argv = [*command_settings, *VARIANTS["logra"].split()]
+    endless = [*argv, "steps=100000", "eval.every=0", "checkpoint.every=2", "eval.before=false"]
+    starting = start([*endless, "out=starting"], "model ")
+    starting.terminate()  # the first program is being compiled or loaded
+    killed = start([*endless, "out=killed"], "update 3/")
+    time.sleep(0.2 * np.random.default_rng().random())
+    killed.kill()
+    training = start([*endless, "out=training"], "update 2/")
+    training.terminate()
+    for process, code in ((starting, 143), (training, 143), (killed, -9)):
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == code
+        assert "Traceback" not in errors + output
+    assert "stopped by SIGTERM: saved after 0 updates; go on with --resume" in starting.communicate()[1]
+
+    for out in ("starting", "training", "killed"):
+        found = steps(Path(out, "checkpoints"))
+        assert found == [0] if out == "starting" else found[-1] >= 2
+        # The interpreter of this process is another one, its programs are the same.
+        more = ["eval.every=0", "checkpoint.every=2", "eval.before=false", f"steps={found[-1] + 2}"]
+        assert train.main([*argv, *more, f"out={out}", "--resume"]) == 0
+        assert train.main([*argv, *more, f"out=whole/{out}"]) == 0
+        got, wanted = (result(o, seen.trainer.progress) for o in (out, f"whole/{out}"))
+        assert_same(got, wanted)
