@@ -45,7 +45,8 @@ IDS = {character: i + 2 for i, character in enumerate(CHARACTERS)}
 VOCAB_SIZE = 32  # rows of the table; 17 of them are tokens, the rest is padding as in real checkpoints
 
 MAX_NEW_TOKENS = 33
-WORKED_ROWS, GUESS_ROWS = 90, 166  # of a batch of 256: 35 % and 65 %
+# Of a batch of 256: 45 % and 55 %. The more guesses, the longer reinforcement learning takes to prefer the other way.
+WORKED_ROWS, GUESS_ROWS = 115, 141
 LEARNING_RATE, WARMUP = 3e-3, 50
 HELD_OUT_ROWS = 460
 HELD_OUT_SHARE = 0.1
@@ -152,9 +153,7 @@ def greedy_accuracy(sampler: Sampler, params, rows: list[tuple[int, int]]) -> tu
     rollout = sampler.generate(params, tokens, lengths, ids, n=1, seed=0, update=0)
     letters = ["", "", *CHARACTERS] + [""] * (VOCAB_SIZE - 2 - len(CHARACTERS))
     right = by_work = 0
-    for (a, b), row, length in zip(
-        rows, np.asarray(rollout.tokens), np.asarray(rollout.lengths), strict=True
-    ):
+    for (a, b), row, length in zip(rows, np.asarray(rollout.tokens), np.asarray(rollout.lengths), strict=True):
         text = "".join(letters[t] for t in row[width : width + int(length)])
         right += text.rpartition("#")[1:] == ("#", str(a * b))
         by_work += "=" in text
@@ -225,12 +224,8 @@ def write(out: Path, model: CausalLM, params, train, held_out) -> None:
     folder = out / "model"
     save_hf(model, params, folder, overwrite=True)
     (folder / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n", encoding="utf-8")
-    (folder / "generation_config.json").write_text(
-        json.dumps(GENERATION_CONFIG, indent=2) + "\n", encoding="utf-8"
-    )
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(TOKENIZER_CONFIG, indent=2) + "\n", encoding="utf-8"
-    )
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n", encoding="utf-8")
     tokenizer().save(str(folder / "tokenizer.json"))
     load_hf(folder)  # what was written can be read
 
@@ -240,9 +235,7 @@ def main() -> None:
     here = Path(__file__).resolve().parents[1]
     parser.add_argument("--out", type=Path, default=here / "logra_jax" / "demo", help="folder to write into")
     parser.add_argument("--seed", type=int, default=0, help="random weights and order of demonstrations")
-    parser.add_argument(
-        "--stop-at", type=float, default=0.47, help="validation accuracy that ends the warm start"
-    )
+    parser.add_argument("--stop-at", type=float, default=0.42, help="validation accuracy that ends the warm start")
     args = parser.parse_args()
     train, held_out, validation = pairs()
     print(f"{len(train)} pairs to train, {len(held_out)} held out, {len(validation)} for validation")
