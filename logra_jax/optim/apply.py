@@ -119,7 +119,7 @@ def apply_updates(train: Any, updates: Any) -> Any:
         if leaf is None:
             return None
         if isinstance(update, LowRank):
-            return _add_low_rank(jnp.asarray(leaf), update)
+            return _add_low_rank(jnp.asarray(leaf), jax.tree.map(jnp.asarray, update))
         return (leaf.astype(jnp.float32) + update.astype(jnp.float32)).astype(leaf.dtype)
 
     return jax.tree.map(one, train, updates, is_leaf=lambda x: x is None)
