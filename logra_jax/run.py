@@ -323,11 +323,7 @@ class Run(Evaluator):
             trained_as = "dense" if kind == "sketched" and settings.name != "logra" else kind
             kinds.setdefault(trained_as, []).append(size)
         weights = ", ".join(f"{sum(sizes):,} {kind} ({len(sizes)} tensors)" for kind, sizes in kinds.items())
-        step = (
-            f"ratio {settings.update_ratio}"
-            if settings.update_ratio
-            else f"learning rate {settings.learning_rate}"
-        )
+        step = f"ratio {settings.update_ratio}" if settings.update_ratio else f"learning rate {settings.learning_rate}"
         kl = config.kl
         control = f"KL budget {kl.budget_start} to {kl.budget_end}" if kl.control else "no KL control"
         rank = f" rank {settings.rank}" if settings.name == "logra" else ""

@@ -97,9 +97,7 @@ def check_output(config: Config, *, resume: bool, overwrite: bool) -> None:
     if resume or not out.exists() or not any(out.iterdir()):
         return
     if not overwrite:
-        raise UserError(
-            f"out={out} is not empty: choose another folder, --resume the run in it, or --overwrite it"
-        )
+        raise UserError(f"out={out} is not empty: choose another folder, --resume the run in it, or --overwrite it")
     if not is_run:
         raise UserError(f"--overwrite: out={out} holds no config.yaml, so it is no run: delete it yourself")
 
@@ -138,9 +136,7 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
 
     config = run.config
     settings, log = config.checkpoint, config.log
-    with closing(
-        Checkpoints(out / "checkpoints", settings.keep, settings.keep_best, settings.async_)
-    ) as checkpoints:
+    with closing(Checkpoints(out / "checkpoints", settings.keep, settings.keep_best, settings.async_)) as checkpoints:
         found = None
         if resume and steps(out / "checkpoints"):
             found = checkpoints.restore(run.abstract_checkpoint())
@@ -149,9 +145,7 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
         else:
             state, progress = run.unpack(found.state), Progress(**found.meta)
         if progress.step > config.steps:
-            raise UserError(
-                f"--resume: {progress.step} updates are done already, more than steps={config.steps}"
-            )
+            raise UserError(f"--resume: {progress.step} updates are done already, more than steps={config.steps}")
         if resume:
             print(f"resumed after {progress.step} updates", flush=True)
         with closing(

@@ -23,8 +23,9 @@ HERE = Path(__file__).parent
 TINY = """
 steps=4 mesh.fsdp=1 data.max_prompt_length=6 reward.pattern=(7) log.tensorboard=false checkpoint.every=2
 rollout.prompts=4 rollout.generations=2 rollout.max_new_tokens=6 optimizer.rank=4 optimizer.update_ratio=.03
+optimizer.b1=.5 optimizer.refresh=3 loss.reference_kl=.1
 eval.every=2 eval.max_prompts=12 eval.temperature=1
-kl.probe_responses=4 kl.check_responses=2 kl.check_every=2
+kl.probe_responses=4 kl.check_responses=2 kl.check_every=2 kl.mismatch=true
 """
 
 

@@ -1,9 +1,7 @@
 """The training command from the command line to its files: what it writes, refuses, and survives."""
 
 import json
-import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +12,7 @@ import pytest
 
 from logra_jax import cli, train
 from logra_jax.checkpoint import read_arrays, steps
-from logra_jax.config import load_config, to_yaml
-from logra_jax.errors import UserError
+from logra_jax.config import SETTINGS, load_config, to_yaml
 from logra_jax.metrics import read_rows
 from logra_jax.models import load_hf
 
@@ -86,3 +83,179 @@ def test_a_run_writes_what_it_says(base, capsys):
     kept = files(out)
     assert train.main([*base, "--resume"]) == 0  # there is nothing left to do
     assert files(out) == kept
+
+
+def test_an_existing_folder_is_not_touched(base, capsys):
+    out = Path("out")
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    assert "out=out is not empty" in refused(base, capsys)
+    assert "out=out holds no config.yaml, so it is no run" in refused([*base, "--overwrite"], capsys)
+    assert "--resume: there is no run in out=out" in refused([*base, "--resume"], capsys)
+    assert "--resume: there is no run in out=other" in refused([*base, "out=other", "--resume"], capsys)
+    assert "out=out/notes.txt is a file" in refused([*base, "out=out/notes.txt"], capsys)
+    assert files(out) == {Path("notes.txt"): b"mine"}
+    (out / "config.yaml").write_text("steps: 1\n")
+    assert "out=out is not empty" in refused(base, capsys)
+    # What a run reads must not lie in what it writes, and what is wrong is found before anything is deleted.
+    (out / "rows.jsonl").write_text('{"prompt": "1*1=", "answer": "7"}\n')
+    assert "data.eval=out/rows.jsonl lies in out=out" in refused(
+        [*base, "data.eval=out/rows.jsonl", "--overwrite"], capsys
+    )
+    assert "rank 999" in refused([*base, "optimizer.rank=999", "--overwrite"], capsys)
+    assert len(files(out)) == 3
+
+
+def test_overwrite_replaces_a_run(base, monkeypatch):
+    monkeypatch.setattr(train, "train", lambda run, out, stop, resume: (0, "done"))
+    Path("out").mkdir()
+    Path("out/config.yaml").write_text("steps: 1\n")
+    Path("out/old.txt").write_text("old")
+    assert train.main([*base, "--overwrite"]) == 0
+    assert [path.name for path in Path("out").iterdir()] == ["config.yaml"]
+    assert load_config("out/config.yaml") == load_config(None, base)
+
+
+def test_dry_run_writes_nothing(base, capsys, small_run):
+    before = files(small_run)
+    assert train.main([*base, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "7,680 sketched (7 tensors)" in said.out  # q, k, v, o of 32 inputs or outputs and three of 48
+    assert "1,184 frozen" in said.out
+    assert to_yaml(load_config(None, base)) in said.out
+    assert said.out.endswith("dry run: nothing was trained or written\n")
+    assert list(Path().iterdir()) == []
+    assert files(small_run) == before
+    assert "rank 999" in refused([*base, "--dry-run", "optimizer.rank=999"], capsys)
+    Path("out").mkdir()
+    Path("out/x").touch()
+    assert train.main([*base, "--dry-run"]) == 0
+    assert "note: out=out is not empty" in capsys.readouterr().out
+
+
+BAD = {
+    "optimiser.rank=4": "unknown key 'optimiser.rank': did you mean optimizer.rank?",
+    "optimizer.rank=32": "rank 32 is not below the 32 inputs of layers/",
+    "optimizer.targets=[q_porj]": "target 'q_porj' matches no matrix of the parameters",
+    "rollout.temperature=0": "rollout.temperature: must lie in (0, inf), found 0",
+    "rollout.generations=1": "rollout.generations=1 leaves advantage.estimator=grpo nothing to compare",
+    "rollout.prompts=20": "18 prompts are left of 18 rows, but one batch takes 20",
+    "rollout.max_new_tokens=60": "data.max_prompt_length=6 + rollout.max_new_tokens=60 = 66 tokens, but the model",
+    "model.max_position_embeddings=8": "= 12 tokens, but the model takes 8",
+    "data.max_prompt_length=2": "18 of 18 prompts are longer than data.max_prompt_length = 2",
+    "data.prompt_column=question": "rows.jsonl has no column 'question'; it has prompt, answer",
+    "data.template=chat": "the tokenizer has no chat template; set data.template=plain",
+    "data.train=absent.jsonl": "data.train=absent.jsonl: no such file",
+    "data.train=empty.jsonl": "empty.jsonl holds no rows",
+    "data.train=broken.jsonl": "broken.jsonl: line 2: not valid JSON",
+    "model.path=absent": "model.path=absent: no folder with a config.json",
+    "reward.kind=absent_module:f": "reward.kind absent_module:f cannot be used",
+    "mesh.fsdp=16": "needs 16 devices, there are 8",
+    "mesh.fsdp=3": "rollout.prompts=4 cannot be split over mesh.fsdp=3 devices",
+    "mesh.tensor=3": "mesh tensor=3 does not divide",
+}
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_bad_input_is_refused_before_anything_is_written(setting, base, capsys, monkeypatch):
+    def too_late(*args, **kwargs):
+        raise AssertionError("the weights were loaded before this was found")
+
+    monkeypatch.setattr("logra_jax.models.hf.open_shards", too_late)
+    Path("empty.jsonl").touch()
+    Path("broken.jsonl").write_text('{"prompt": "1*1=", "answer": "7"}\n{"prompt": "1*1=", "ans\n')
+    kept = files(Path())
+    said = refused([*base, setting], capsys)
+    assert said.startswith("error: ")
+    assert BAD[setting] in said
+    assert files(Path()) == kept
+
+
+REWARDS = """
+import os, time
+
+def flaky(prompts, completions, columns):
+    assert columns["answer"] == ["7"] * len(prompts) and columns["prompt"] == prompts
+    if any("*2" in prompt for prompt in prompts):
+        raise RuntimeError("two is too much")
+    if any("*3" in prompt for prompt in prompts):
+        time.sleep(60)
+    return [float("nan") if "*4" in p else float("7" in c) for p, c in zip(prompts, completions)]
+
+def broken_later(prompts, completions, columns):
+    if os.path.exists("break"):
+        raise RuntimeError("broken now")
+    if os.path.exists("out/metrics.jsonl") and open("out/metrics.jsonl").read():
+        open("break", "w").close()
+    return [float("7" in text) for text in completions]
+"""
+
+
+def test_rewards_that_fail_for_some_rows(base):
+    Path("rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"9*{b}=", "answer": "7"} for b in (2, 3, 4, 5)]
+    Path("four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ["reward.kind=rewards:flaky", "reward.timeout_s=0.3", "steps=1"]
+    assert train.main([*base, *more, "data.train=four.jsonl", "data.eval=null"]) == 0
+    (row,) = read_rows("out/metrics.jsonl")
+    assert row["rows/dropped"] == 6  # two answers each to the first three prompts
+    assert 0 <= row["reward/mean"] <= 1
+
+
+def test_rewards_that_all_fail_lose_nothing(base, capsys):
+    Path("rewards.py").write_text(REWARDS)
+    argv = [*base, "reward.kind=rewards:broken_later", "data.eval=null", "checkpoint.every=0", "steps=3"]
+    said = refused(argv, capsys)
+    assert "every reward failed (8 rows)" in said
+    assert "broken now" in said
+    assert steps(Path("out/checkpoints")) == [2]
+    assert [row["step"] for row in read_rows("out/metrics.jsonl")] == [0, 1]
+    Path("break").unlink()
+    assert train.main([*argv, "reward.kind=exact", "--resume"]) == 0
+    assert [row["step"] for row in read_rows("out/metrics.jsonl")] == [0, 1, 2]
+
+
+SMOKE = {
+    "dense_others": """
+        loss.micro_batch=4 loss.aggregation=sequence loss.importance_cap=2 advantage.estimator=leave_one_out
+        model.remat=full model.compute_dtype=bfloat16 optimizer.others=adamw optimizer.weight_decay=.01
+        optimizer.others_learning_rate=1e-3 optimizer.max_grad_norm=1 rollout.top_k=9 rollout.top_p=.9""",
+    "two_by_two": """
+        mesh.fsdp=2 mesh.tensor=2 optimizer.update_ratio=null optimizer.learning_rate=.01 kl.control=false
+        kl.check_every=0 optimizer.distribution=gaussian optimizer.b1=null loss.micro_batch=4
+        loss.reference_kl=0 advantage.normalize_std=false log.tensorboard=true""",
+}
+
+
+@pytest.mark.parametrize("name", SMOKE)
+def test_other_settings_work_together(name, base, capsys):
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw raises a float to an int32 power
+        assert train.main([*base, *SMOKE[name].split(), "steps=2", "data.eval=null"]) == 0
+    rows = read_rows("out/metrics.jsonl")
+    assert len(rows) == 2
+    assert all(value is not None for row in rows for value in row.values())
+    assert ("kl/predicted" in rows[0]) == (name == "dense_others")
+    _, params = load_hf("out/hf")
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(params))
+    assert capsys.readouterr().err == ""
+
+
+def run(*command):
+    """A command in a process of its own: code, output, errors."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_help_lists_every_setting_without_jax(command):
+    watched = (
+        "import runpy, sys\n"
+        f"sys.argv[1:] = ['--help']\n"
+        f"try:\n    runpy.run_module('logra_jax.{command}', run_name='__main__')\n"
+        "finally:\n    print('loaded', 'jax' in sys.modules)\n"
+    )
+    code, said, errors = run("-c", watched)
+    assert (code, errors) == (0, "")
+    assert said.endswith("loaded False\n")
+    assert all(f"  {key} " in said for key in SETTINGS)
+    assert ("--resume" in said) == (command == "train")

@@ -20,8 +20,7 @@ from logra_jax.signals import StopFlag, Stopped
 
 VARIANTS = {
     "logra": """
-        optimizer.b1=.5 optimizer.refresh=3 kl.mismatch=true loss.reference_kl=.1 steps=3 eval.every=2
-        advantage.estimator=running_baseline advantage.failure_reward=-.01""",
+        steps=3 eval.every=2 advantage.estimator=running_baseline advantage.failure_reward=-.01""",
     "adamw": """
         optimizer.name=adamw optimizer.update_ratio=null optimizer.learning_rate=.01 optimizer.others=adamw
         loss.updates_per_batch=2 loss.clip_low=.2 loss.clip_high=.2 optimizer.max_grad_norm=1 checkpoint.every=0
@@ -163,24 +162,32 @@ def test_an_update_that_is_not_finite(command_settings, seen, monkeypatch, capsy
     assert seen.trainer.progress.consumed == 16  # the bad batch has been left behind
 
 
+@pytest.fixture
+def full_disk():
+    """A function after which no file can grow past 4 KiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 @pytest.mark.filterwarnings("ignore")  # of Orbax, which leaves coroutines behind
-def test_a_disk_that_is_full(command_settings, seen, monkeypatch, capsys):
+def test_a_disk_that_is_full(command_settings, seen, full_disk, monkeypatch, capsys):
     argv = [*command_settings, *VARIANTS["logra"].split(), "checkpoint.every=1"]
     assert train.main([*argv, "out=whole"]) == 0
     wanted = result("whole", seen.trainer.progress)
-    save, soft_hard = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
+    save, limits = Checkpoints.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def save_in_vain(self, step, *args):
         self.wait()
-        if step == 2:  # no file can grow past this size any more
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, soft_hard[1]))
+        if step == 2:
+            full_disk()
         save(self, step, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", save_in_vain)
         with pytest.raises(SystemExit, match="2"):
             cli.run(lambda: train.main(argv))
-    resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = capsys.readouterr().err
     assert "the checkpoint of step 2 could not be written to" in said
     assert "Earlier checkpoints are untouched" in said
@@ -204,7 +211,7 @@ def test_processes_that_get_signals(command_settings, seen):
     endless = [*argv, "steps=100000", "eval.every=0", "checkpoint.every=2", "eval.before=false"]
     starting = start([*endless, "out=starting"], "model ")
     starting.terminate()  # the first program is being compiled or loaded
-    killed = start([*endless, "out=killed"], "update 3/")
+    killed = start([*endless, "out=killed"], "update 5/")
     time.sleep(0.2 * np.random.default_rng().random())
     killed.kill()
     training = start([*endless, "out=training"], "update 2/")
@@ -217,9 +224,9 @@ def test_processes_that_get_signals(command_settings, seen):
 
     for out in ("starting", "training", "killed"):
         found = steps(Path(out, "checkpoints"))
-        assert found == [0] if out == "starting" else found[-1] >= 2
+        assert found == [0] if out == "starting" else found or out == "killed"
         # The interpreter of this process is another one, its programs are the same.
-        more = ["eval.every=0", "checkpoint.every=2", "eval.before=false", f"steps={found[-1] + 2}"]
+        more = ["eval.every=0", "eval.before=false", f"steps={max(found, default=0) + 2}"]
         assert train.main([*argv, *more, f"out={out}", "--resume"]) == 0
         assert train.main([*argv, *more, f"out=whole/{out}"]) == 0
         got, wanted = (result(o, seen.trainer.progress) for o in (out, f"whole/{out}"))

@@ -1,0 +1,63 @@
+"""The evaluation command: the same numbers as in training, without what only training needs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from logra_jax import cli, evaluate, train
+from logra_jax.metrics import read_rows
+
+
+def test_same_accuracy_as_the_run_that_made_the_model(command_settings, capsys):
+    assert train.main([*command_settings, "steps=2"]) == 0
+    last = {k: v for k, v in read_rows("out/metrics.jsonl")[-1].items() if k.startswith("eval/")}
+    assert last["eval/accuracy"] > 0
+    assert last.pop("eval/updates") == 2
+    capsys.readouterr()
+    assert evaluate.main(["--config", "out/config.yaml", "model.path=out/hf"]) == 0
+    said = capsys.readouterr()
+    (line,) = said.out.splitlines()
+    assert {f"eval/{name}": value for name, value in json.loads(line).items()} == last
+    assert said.err.count("prompt ") == 3  # log.samples
+    assert "optimizer" not in said.err
+
+
+def test_pass_at_k_without_training_data(command_settings, capsys, monkeypatch):
+    def no_optimizer(*args, **kwargs):
+        raise AssertionError("evaluation needs no optimizer")
+
+    monkeypatch.setattr("logra_jax.build.make_optimizer", no_optimizer)
+    argv = [*command_settings, "data.train=absent.jsonl", "rollout.prompts=1000", "eval.samples=3"]
+    assert evaluate.main([*argv, "log.samples=36"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    rewards = [float(line.split()[1]) for line in said.err.splitlines() if line.startswith("reward ")]
+    right = np.reshape(rewards, (12, 3)).sum(axis=1)
+    wrong = 3 - right
+    assert found["accuracy"] == pytest.approx(np.mean(rewards))
+    # Of three answers, two of one's choice miss if both are among the wrong ones: C(wrong, 2) of 3 choices.
+    expected = (1 - wrong / 3, 1 - wrong * (wrong - 1) / 2 / 3, right > 0)
+    for k, chances in enumerate(expected, start=1):
+        assert found[f"pass@{k}"] == pytest.approx(np.mean(chances))
+    assert 0 < found["pass@1"] < found["pass@3"]
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.eval=null", "data.eval is not set"),
+        ("data.eval=absent.jsonl", "data.eval=absent.jsonl: no such file"),
+        ("model.path=absent", "model.path=absent: no folder with a config.json"),
+        ("reward.kind=absent_module:f", "reward.kind absent_module:f cannot be used"),
+        ("data.answer_column=key", "has no column 'key'"),
+    ],
+)
+def test_bad_input(setting, message, command_settings, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(lambda: evaluate.main([*command_settings, setting]))
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err
