@@ -4,8 +4,8 @@
 
 The task is a three-digit number times a digit, `588*6=`. The model is warm-started on two ways of answering:
 
-    worked   8*6=48,8*6+4=52,5*6+5=35#3528     digit by digit with carries; nearly always right once learned
-    guess    #3528                             often wrong: so few steps do not teach the products by heart
+    worked   8*6=48,8*6+4=52,5*6+5=35#3528     digit by digit with carries; right most of the time once learned
+    guess    #3528                             mostly wrong: so few steps do not teach the products by heart
 
 What counts is what follows the last `#`. Guesses are the more frequent demonstrations, so the model starts by
 guessing, and being wrong, often; reinforcement learning has something to find (work it out) and something to

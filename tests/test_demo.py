@@ -95,9 +95,7 @@ def test_worked_answers_are_right(script):
 
 @pytest.mark.parametrize(("way", "length"), [("worked", 6 + 29 + 1), ("guess", 6 + 5 + 1)])
 def test_demonstrations_end_once_and_count_the_answer_only(script, way, length):
-    tokens, answered = script.demonstrations(
-        np.random.default_rng(3), script.pairs()[0], getattr(script, way), 64
-    )
+    tokens, answered = script.demonstrations(np.random.default_rng(3), script.pairs()[0], getattr(script, way), 64)
     assert tokens.shape == answered.shape == (64, length)
     for row, mask in zip(tokens, answered, strict=True):
         end = int(np.flatnonzero(row == 1)[0])
