@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All checks in one command: style, types, tests. Arguments go to pytest.
 #   PYTHON, VENV   as in quickstart.sh
+#   WORKERS        test processes (default: 2; most of the time goes into compiling, one core each)
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$root/scripts/environment.sh"
@@ -12,4 +13,4 @@ echo "== ruff"
 echo "== mypy"
 "$VENV/bin/mypy"
 echo "== pytest"
-"$VENV/bin/python" -m pytest "$@"
+"$VENV/bin/python" -m pytest --numprocesses "${WORKERS:-2}" --dist loadscope "$@"
