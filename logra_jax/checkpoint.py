@@ -229,9 +229,7 @@ def _read(folder: Path, template: Any, orbax: ocp.Checkpointer) -> Any:
         if saved != asked:
             problems.append(f"{key} is {saved} in the checkpoint, {asked} in this run")
     if problems:
-        shown = "; ".join(sorted(problems)[:5]) + (
-            f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        )
+        shown = "; ".join(sorted(problems)[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
         raise UserError(f"{folder}: does not belong to a run with these settings: {shown}")
     flat = _restore_flat(folder, wanted, orbax)
     return jax.tree.unflatten(jax.tree.structure(template), [flat[key] for key in wanted])

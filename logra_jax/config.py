@@ -46,9 +46,7 @@ def _settings(section: type, prefix: str = "") -> Iterator[Setting]:
             yield from _settings(cast(type, hints[field.name]), f"{_key(field)}.")
         else:
             meta = field.metadata
-            yield Setting(
-                prefix + _key(field), hints[field.name], field.default, meta["help"], meta["within"]
-            )
+            yield Setting(prefix + _key(field), hints[field.name], field.default, meta["help"], meta["within"])
 
 
 SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _settings(Config)}
@@ -113,9 +111,7 @@ def _read_override(item: str) -> tuple[str, Any]:
     if not equals:
         raise UserError(f"command line: {item!r}: expected key=value, such as steps=10")
     if key in SECTIONS:
-        raise UserError(
-            f"command line: {key} is a section: set one of its keys, such as {_members(key)[0]}=..."
-        )
+        raise UserError(f"command line: {key} is a section: set one of its keys, such as {_members(key)[0]}=...")
     if key not in SETTINGS:
         raise _unknown(key, "command line")
     kinds = _alternatives(SETTINGS[key].type)
@@ -124,9 +120,7 @@ def _read_override(item: str) -> tuple[str, Any]:
     try:
         values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise UserError(
-            f"command line: {key}: {text!r} cannot be read: {str(error).splitlines()[0]}"
-        ) from None
+        raise UserError(f"command line: {key}: {text!r} cannot be read: {str(error).splitlines()[0]}") from None
     return key, cast(dict[str, Any], values)["value"]
 
 
@@ -141,13 +135,9 @@ def _unknown(key: str, place: str) -> UserError:
     names = {full: full.rpartition(".")[2] for full in SETTINGS}
     meant = [plain] if plain in SETTINGS else [full for full in SETTINGS if names[full] == leaf]
     if not meant:
-        in_section = {
-            names[full] for full in _members(section)
-        }  # a slip in the name before one in the section
+        in_section = {names[full] for full in _members(section)}  # a slip in the name before one in the section
         near = difflib.get_close_matches(leaf, sorted(in_section or set(names.values())), n=1, cutoff=0.7)
-        meant = [
-            full for full in SETTINGS if names[full] in near and (not in_section or full.startswith(section))
-        ]
+        meant = [full for full in SETTINGS if names[full] in near and (not in_section or full.startswith(section))]
     if meant:
         return UserError(f"{place}: unknown key {key!r}: did you mean {' or '.join(meant)}?")
     sections = difflib.get_close_matches(plain.partition(".")[0], sorted(SECTIONS), n=1)
@@ -232,9 +222,7 @@ def _type_text(kinds: Sequence[Any]) -> str:
 
 
 def _near_choice(kinds: Sequence[Any], value: Any) -> str:
-    choices = [
-        choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)
-    ]
+    choices = [choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]
     near = difflib.get_close_matches(str(value), choices, n=1)
     return f": did you mean {near[0]}?" if near else ""
 

@@ -42,12 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("src", metavar="SRC", type=Path, help="run, checkpoint or Hugging Face folder")
     parser.add_argument("dst", metavar="DST", type=Path, help="folder to write")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace DST, if it is of the kind to be written"
-    )
-    parser.add_argument(
-        "--model", type=Path, help="Hugging Face folder that the checkpoint's model came from"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace DST, if it is of the kind to be written")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder that the checkpoint's model came from")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
@@ -158,14 +154,10 @@ def _find_origin(step: Path, given: Path | None) -> Origin:
     elif "source" in (meta := read_note(step)["meta"]):
         origin = Origin(Path(meta["source"]))
     elif given is None:
-        raise UserError(
-            f"{settings} is missing, so the model is unknown: name its Hugging Face folder by --model"
-        )
+        raise UserError(f"{settings} is missing, so the model is unknown: name its Hugging Face folder by --model")
     origin = origin._replace(folder=given or origin.folder)
     if not (origin.folder / "config.json").is_file():
-        raise UserError(
-            f"{origin.folder}, the model's Hugging Face folder, is missing: name its place by --model"
-        )
+        raise UserError(f"{origin.folder}, the model's Hugging Face folder, is missing: name its place by --model")
     return origin
 
 

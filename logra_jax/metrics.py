@@ -205,14 +205,10 @@ def draw_curves(metrics: str | Path, picture: str | Path) -> Path | None:
 
     figure = Figure(figsize=(4.2 * len(panels), 3.2), layout="constrained")
     FigureCanvasAgg(figure)
-    for axis, (title, log, curves) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-    ):
+    for axis, (title, log, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for key, points in curves.items():
             # What is measured now and then gets marks that show where.
-            axis.plot(
-                *zip(*points, strict=True), "o-" if len(points) < len(rows) else "-", ms=3, lw=1.2, label=key
-            )
+            axis.plot(*zip(*points, strict=True), "o-" if len(points) < len(rows) else "-", ms=3, lw=1.2, label=key)
         if log and any(value > 0 for points in curves.values() for _, value in points):
             axis.set_yscale("log", nonpositive="mask")
         axis.set_title(title, fontsize=10)

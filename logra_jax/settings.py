@@ -39,15 +39,11 @@ class Data:
     eval: str | None = _f(None, "file of held-out prompts; null: no evaluation")
     prompt_column: str = _f("prompt", "column that holds the prompt")
     answer_column: str = _f("answer", "column that holds the reference answer")
-    template: Literal["chat", "plain"] = _f(
-        "chat", "apply the model's chat template, or take the text as it is"
-    )
+    template: Literal["chat", "plain"] = _f("chat", "apply the model's chat template, or take the text as it is")
     prompt_format: str = _f("{prompt}", "text put around the prompt; must contain {prompt}")
     system: str | None = _f(None, "system message of the chat template")
     max_prompt_length: int = _f(1024, "longest prompt in tokens", "[1, inf)")
-    overlong: Literal["drop", "truncate"] = _f(
-        "drop", "what to do with longer prompts; truncate keeps the end"
-    )
+    overlong: Literal["drop", "truncate"] = _f("drop", "what to do with longer prompts; truncate keeps the end")
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,7 @@ class Reward:
     """How an answer is graded."""
 
     kind: str = _f("math", "math, exact, or module:function of your own")
-    pattern: str | None = _f(
-        None, "exact: regex, group 1 of its last match is the answer; null: all of the text"
-    )
+    pattern: str | None = _f(None, "exact: regex, group 1 of its last match is the answer; null: all of the text")
     timeout_s: float = _f(5.0, "seconds until the grading of one answer is given up", "(0, inf)")
     workers: int = _f(2, "grading processes", "[1, inf)")
 
@@ -96,14 +90,10 @@ class Advantage:
 class Loss:
     """Policy-gradient loss."""
 
-    aggregation: Literal["token", "sequence"] = _f(
-        "token", "mean over all tokens, or over answers of their means"
-    )
+    aggregation: Literal["token", "sequence"] = _f("token", "mean over all tokens, or over answers of their means")
     clip_low: float | None = _f(None, "ratio clipped at 1 - clip_low; null: not", "[0, 1)")
     clip_high: float | None = _f(None, "ratio clipped at 1 + clip_high; null: not", "[0, inf)")
-    importance_cap: float | None = _f(
-        None, "largest weight trainer / sampler probability; null: off", "(0, inf)"
-    )
+    importance_cap: float | None = _f(None, "largest weight trainer / sampler probability; null: off", "(0, inf)")
     reference_kl: float = _f(0.0, "weight of the KL to the initial policy", "[0, inf)")
     updates_per_batch: int = _f(1, "updates taken from each batch of answers", "[1, inf)")
     micro_batch: int = _f(0, "answers per forward and backward pass; 0: all at once", "[0, inf)")
@@ -118,30 +108,22 @@ class Optimizer:
     sketch_seed: int = _f(42, "logra: seed of the projections", "[0, 4294967296)")
     distribution: Literal["rademacher", "gaussian"] = _f("rademacher", "logra: entries of the projections")
     refresh: int = _f(1, "logra: updates between redraws of the projections; 0: never", "[0, inf)")
-    targets: tuple[str, ...] | None = _f(
-        None, "logra: regexes on weight names; null: attention and MLP projections"
-    )
+    targets: tuple[str, ...] | None = _f(None, "logra: regexes on weight names; null: attention and MLP projections")
     others: Literal["frozen", "adamw"] = _f("frozen", "what happens to weights that are not targets")
-    others_learning_rate: float | None = _f(
-        None, "logra: learning rate of the others; null: learning_rate", "(0, inf)"
-    )
+    others_learning_rate: float | None = _f(None, "logra: learning rate of the others; null: learning_rate", "(0, inf)")
     preserve_norm: bool | None = _f(
         None, "logra: norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no"
     )
     b1: float | None = _f(None, "decay of the first moment; null: 0 for logra, 0.9 for adamw", "[0, 1)")
     b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
     eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")
-    update_ratio: float | None = _f(
-        None, "logra: size of an update relative to the weights (paper: 6e-5)", "(0, 1)"
-    )
+    update_ratio: float | None = _f(None, "logra: size of an update relative to the weights (paper: 6e-5)", "(0, 1)")
     learning_rate: float | None = _f(None, "step size, instead of update_ratio", "(0, inf)")
     warmup: int = _f(0, "updates of linear warm-up", "[0, inf)")
     schedule: Literal["constant", "cosine"] = _f("constant", "course of the step size after the warm-up")
     final_fraction: float = _f(0.1, "cosine: last step size as a fraction of the first", "[0, 1]")
     weight_decay: float = _f(0.0, "decoupled weight decay", "[0, inf)")
-    max_grad_norm: float | None = _f(
-        None, "gradients longer than this are shortened to it; null: off", "(0, inf)"
-    )
+    max_grad_norm: float | None = _f(None, "gradients longer than this are shortened to it; null: off", "(0, inf)")
 
 
 @dataclass(frozen=True)
@@ -156,9 +138,7 @@ class KL:
     probe_responses: int = _f(8, "answers the prediction is made on", "[1, inf)")
     probe_tokens: int = _f(4096, "tokens used of each of them", "[1, inf)")
     mismatch: bool = _f(True, "take the gap between sampler and trainer off the budget")
-    check_every: int = _f(
-        10, "updates between measurements of the KL that really came out; 0: never", "[0, inf)"
-    )
+    check_every: int = _f(10, "updates between measurements of the KL that really came out; 0: never", "[0, inf)")
     check_responses: int = _f(8, "answers used for that measurement", "[1, inf)")
 
 
@@ -190,9 +170,7 @@ class Log:
 
     samples: int = _f(1, "decoded answers printed at each evaluation", "[0, inf)")
     tensorboard: bool = _f(True, "write TensorBoard event files to out/tensorboard")
-    wandb: Literal["off", "auto", "online", "offline"] = _f(
-        "off", "Weights & Biases; auto: offline without a key"
-    )
+    wandb: Literal["off", "auto", "online", "offline"] = _f("off", "Weights & Biases; auto: offline without a key")
     project: str = _f("logra_jax", "Weights & Biases project")
     progress: bool = _f(True, "show a line of progress")
 
@@ -293,9 +271,7 @@ def _check_optimizer(config: Config) -> None:
         )
     own_rate = optimizer.others_learning_rate
     if optimizer.others == "adamw" and rate is None and own_rate is None:
-        raise UserError(
-            "optimizer.others=adamw needs optimizer.others_learning_rate: update_ratio is for the targets"
-        )
+        raise UserError("optimizer.others=adamw needs optimizer.others_learning_rate: update_ratio is for the targets")
     if own_rate is not None and (optimizer.others == "frozen" or optimizer.name == "adamw"):
         raise UserError(
             f"optimizer.others_learning_rate={own_rate} has no effect with optimizer.name={optimizer.name} "
@@ -304,9 +280,7 @@ def _check_optimizer(config: Config) -> None:
     if optimizer.warmup >= config.steps and optimizer.warmup:
         raise UserError(f"optimizer.warmup={optimizer.warmup} must be smaller than steps={config.steps}")
     if optimizer.targets == ():
-        raise UserError(
-            "optimizer.targets is empty: name at least one weight, or leave it out for the default"
-        )
+        raise UserError("optimizer.targets is empty: name at least one weight, or leave it out for the default")
     for pattern in optimizer.targets or ():
         _compile("optimizer.targets", pattern)
 
@@ -315,9 +289,7 @@ def _check_reward(reward: Reward) -> None:
     if reward.kind not in ("math", "exact") and not re.fullmatch(r"[\w.]+:\w+", reward.kind):
         raise UserError(f"reward.kind={reward.kind!r}: expected math, exact, or module:function")
     if reward.pattern is not None and _compile("reward.pattern", reward.pattern).groups < 1:
-        raise UserError(
-            f"reward.pattern={reward.pattern!r} needs a group, such as '#(.*)$', that holds the answer"
-        )
+        raise UserError(f"reward.pattern={reward.pattern!r} needs a group, such as '#(.*)$', that holds the answer")
 
 
 def _compile(key: str, pattern: str) -> re.Pattern[str]:

@@ -60,9 +60,7 @@ def updates(model: CausalLM, params: dict) -> dict[str, tuple]:
 
 def main() -> None:
     """Measure and print a Markdown table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=30, help="timed steps of each kind")
     repeats = parser.parse_args().repeats
 
@@ -72,9 +70,7 @@ def main() -> None:
     prompts = jnp.asarray(rng.integers(0, VOCAB, (PROMPTS, PROMPT)), jnp.int32)
     lengths, ids = jnp.full(PROMPTS, PROMPT, jnp.int32), jnp.arange(PROMPTS, dtype=jnp.int32)
     sampler = Sampler(model, max_new_tokens=NEW, end_ids=(), vocab_size=VOCAB, pad_id=0, temperature=1.0)
-    generate = partial(
-        sampler.generate, prompt_tokens=prompts, prompt_lengths=lengths, prompt_ids=ids, n=GENERATIONS
-    )
+    generate = partial(sampler.generate, prompt_tokens=prompts, prompt_lengths=lengths, prompt_ids=ids, n=GENERATIONS)
 
     kinds = updates(model, params)
     states = {name: state for name, (_, state, _) in kinds.items()}
@@ -116,9 +112,7 @@ def main() -> None:
     rollout = statistics.median(rollout_s)
     print("| | LoGRA rank 16 + KL probe | AdamW | ratio |\n|---|---|---|---|")
     pair = [a / b for a, b in zip(update_s["logra"], update_s["adamw"], strict=True)]
-    print(
-        f"| update, ms | {middle['logra'] * 1e3:.1f} | {middle['adamw'] * 1e3:.1f} | {statistics.median(pair):.2f} |"
-    )
+    print(f"| update, ms | {middle['logra'] * 1e3:.1f} | {middle['adamw'] * 1e3:.1f} | {statistics.median(pair):.2f} |")
     whole = {name: rollout + value for name, value in middle.items()}
     print(f"| rollout, ms | {rollout * 1e3:.1f} | {rollout * 1e3:.1f} | 1 |")
     ratio = whole["logra"] / whole["adamw"]
@@ -131,9 +125,7 @@ def main() -> None:
         ("temporaries", "temp_size_in_bytes"),
     ):
         size = {name: getattr(program.memory_analysis(), field) / 2**20 for name, program in compiled.items()}
-        print(
-            f"| {label}, MiB | {size['logra']:.1f} | {size['adamw']:.1f} | {size['logra'] / size['adamw']:.2f} |"
-        )
+        print(f"| {label}, MiB | {size['logra']:.1f} | {size['adamw']:.1f} | {size['logra'] / size['adamw']:.2f} |")
     flops = {name: program.cost_analysis()["flops"] / 1e9 for name, program in compiled.items()}
     print(f"| GFLOP | {flops['logra']:.1f} | {flops['adamw']:.1f} | {flops['logra'] / flops['adamw']:.2f} |")
 

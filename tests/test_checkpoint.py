@@ -206,9 +206,7 @@ def test_donated_buffers_do_not_reach_the_file(tmp_path, async_):
     for _ in range(3):
         state = overwrite(state)
     jax.block_until_ready(state)
-    restored = checkpoints.restore(
-        {"x": jax.ShapeDtypeStruct(values.shape, jnp.float32, sharding=state.sharding)}
-    )
+    restored = checkpoints.restore({"x": jax.ShapeDtypeStruct(values.shape, jnp.float32, sharding=state.sharding)})
     checkpoints.close()
     np.testing.assert_array_equal(np.asarray(restored.state["x"]), values + 1)
 
@@ -290,8 +288,6 @@ def test_every_file_of_a_step_is_summed(saved, tmp_path):
     for step in (1, 2):
         noted = json.loads((tmp_path / str(step) / "checksums.json").read_text())
         on_disk = {
-            p.relative_to(tmp_path / str(step)).as_posix()
-            for p in (tmp_path / str(step)).rglob("*")
-            if p.is_file()
+            p.relative_to(tmp_path / str(step)).as_posix() for p in (tmp_path / str(step)).rglob("*") if p.is_file()
         }
         assert set(noted) == on_disk - {"checksums.json"}

@@ -138,9 +138,7 @@ def test_progress_off(tmp_path):
 
 def test_samples_are_shown_as_they_are(tmp_path):
     metrics, stream = writer(tmp_path)
-    metrics.show_samples(
-        20, [("[bold]x[/]", "[red]\n\x1b[2J" + "y" * 1000 + "END", 1.0), ("[/nope]", "", math.nan)]
-    )
+    metrics.show_samples(20, [("[bold]x[/]", "[red]\n\x1b[2J" + "y" * 1000 + "END", 1.0), ("[/nope]", "", math.nan)])
     metrics.close()
     text = stream.getvalue()
     assert "[bold]x[/]" in text

@@ -72,9 +72,7 @@ def logra(
     steps = [
         sketch(spec),
         scale_by_row_adam(b2, eps, b1, by_ratio if preserve_norm is None else preserve_norm, spec),
-        scale_by_update_ratio(update_ratio, spec)
-        if by_ratio
-        else optax.scale_by_learning_rate(learning_rate),
+        scale_by_update_ratio(update_ratio, spec) if by_ratio else optax.scale_by_learning_rate(learning_rate),
     ]
     inner = _partition({"sketched": optax.chain(*steps), "dense": dense or _refuse()}, spec)
     link = [] if kl_budget is None else [scale_by_predicted_kl(kl_budget, alpha_max)]

@@ -87,9 +87,7 @@ def lift(
             if matrix is None:
                 return update
             if isinstance(update, LowRank):
-                raise UserError(
-                    f"lift: the update of {matrix.path} is lifted already; use one lift, at the end"
-                )
+                raise UserError(f"lift: the update of {matrix.path} is lifted already; use one lift, at the end")
             if update.shape != matrix.sketch_shape(spec.rank):
                 raise UserError(
                     f"lift: the update of {matrix.path} has shape {update.shape}, not that of a sketch "

@@ -121,9 +121,7 @@ def _check_whole(tree: Any) -> None:
                 "part of the step; put it after: chain(partition(...), scale_by_predicted_kl(...), lift(...))"
             )
         if isinstance(node, LowRank):
-            raise UserError(
-                "scale_by_predicted_kl: the updates are lifted already; lift comes after this link"
-            )
+            raise UserError("scale_by_predicted_kl: the updates are lifted already; lift comes after this link")
 
 
 def kl_link(state: Any) -> PredictedKLState:
@@ -134,9 +132,7 @@ def kl_link(state: Any) -> PredictedKLState:
     """
     found = find_states(state, PredictedKLState)
     if len(found) != 1:
-        raise UserError(
-            f"kl_link: this optimizer state has {len(found)} scale_by_predicted_kl(...) links, not one"
-        )
+        raise UserError(f"kl_link: this optimizer state has {len(found)} scale_by_predicted_kl(...) links, not one")
     return found[0]
 
 
@@ -201,9 +197,7 @@ def predict_kl(
         out, change = jax.jvp(run, (free,), (tangent,))
         positions = (out.hidden if isinstance(out, HiddenHead) else out).shape[:-1]
         if positions != mask.shape:
-            raise UserError(
-                f"predict_kl: the mask has shape {mask.shape}, the logits have positions {positions}"
-            )
+            raise UserError(f"predict_kl: the mask has shape {mask.shape}, the logits have positions {positions}")
         if isinstance(out, HiddenHead):
             head_dot = change.head if head_moves else None
             total = _in_chunks(out.hidden, change.hidden, out.head, head_dot, mask, temperature, chunk)
@@ -268,9 +262,7 @@ def _in_chunks(
 def cosine_budget(start: float, end: float, steps: int) -> Callable[[Any], Any]:
     """Schedule from `start` at update 0 along a half cosine to `end` at update steps - 1, then constant."""
     if steps < 1 or not start > 0 or not end > 0:
-        raise UserError(
-            f"cosine_budget: start {start} and end {end} must be above 0, steps {steps} at least 1"
-        )
+        raise UserError(f"cosine_budget: start {start} and end {end} must be above 0, steps {steps} at least 1")
 
     def budget(update: Any) -> Any:
         done = jnp.minimum(jnp.asarray(update, jnp.float32) / max(steps - 1, 1), 1.0)

@@ -77,9 +77,7 @@ def gram(key_data: UInt32[Array, "2"], r: int, k: int, distribution: str) -> Flo
     dtype = jnp.bfloat16 if distribution == "rademacher" else jnp.float32
     a = signs(key_data, r, k, distribution, dtype)
     precision = None if dtype == jnp.bfloat16 else HIGHEST
-    product = lax.dot_general(
-        a, a, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    product = lax.dot_general(a, a, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
     return product * np.float32(1 / r)
 
 

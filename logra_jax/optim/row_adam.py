@@ -61,9 +61,7 @@ def scale_by_row_adam(
       UserError: b1 without a spec, or updates of another shape than `init` expected.
     """
     if spec is None and isinstance(b1, int | float) and b1 != 0:
-        raise UserError(
-            "scale_by_row_adam: b1 > 0 needs spec=, the momentum starts anew when a projection is redrawn"
-        )
+        raise UserError("scale_by_row_adam: b1 > 0 needs spec=, the momentum starts anew when a projection is redrawn")
     with_momentum = spec is not None and not (isinstance(b1, int | float) and b1 == 0)
 
     def init_fn(params: Any) -> RowAdamState:

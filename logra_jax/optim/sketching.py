@@ -40,9 +40,7 @@ def sketch(spec: SketchSpec) -> optax.GradientTransformationExtraArgs:
             if matrix is None:
                 return update
             if isinstance(update, LowRank):
-                raise UserError(
-                    f"sketch: the update of {matrix.path} is lifted already; lift comes last in a chain"
-                )
+                raise UserError(f"sketch: the update of {matrix.path} is lifted already; lift comes last in a chain")
             if update.shape == matrix.sketch_shape(spec.rank):
                 return update.astype(jnp.float32)
             if update.shape == matrix.shape:

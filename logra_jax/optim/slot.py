@@ -90,9 +90,7 @@ def sketch_matmul(x: Float[Array, "*tokens k"], slot: Slot) -> Float[Array, "*to
             f"x @ slot: the matrix of this kernel {slot.shape} lies in axes {slot.in_axes}, {slot.out_axes}"
         )
     if slot.ndim != 2:
-        raise TypeError(
-            f"x @ slot: kernel of shape {slot.shape}; take one matrix of the stack (scan, vmap or index)"
-        )
+        raise TypeError(f"x @ slot: kernel of shape {slot.shape}; take one matrix of the stack (scan, vmap or index)")
     return _matmul((slot.distribution, slot.probe), x, slot.kernel, slot.key_data, slot.u)
 
 
@@ -121,9 +119,7 @@ def _matmul_jvp(static: tuple[str, bool], primals: Any, tangents: Any) -> tuple[
         p = lax.dot_general(x, a, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         # Scaled before it is rounded to the compute dtype; this is all of x that the backward pass keeps.
         p = (p * np.float32(r**-0.5)).astype(x.dtype)
-        change = lax.dot_general(
-            p, u_dot, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        change = lax.dot_general(p, u_dot, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         change = change.astype(y.dtype)
         y_dot = change if y_dot is None else y_dot + change
     return y, zero_from_primal(y, symbolic_zeros=True) if y_dot is None else y_dot
@@ -168,9 +164,7 @@ def with_slots(train: Any, spec: SketchSpec, step: Any) -> Any:
     return _place(train, matrices, spec, step, sketch_zeros(train, matrices, spec.rank), "slots")
 
 
-def takes_slots(
-    fn: Callable[[Any], Any], train: Any, matrices: dict[str, Matrix], spec: SketchSpec, step: Any
-) -> bool:
+def takes_slots(fn: Callable[[Any], Any], train: Any, matrices: dict[str, Matrix], spec: SketchSpec, step: Any) -> bool:
     """Whether fn(train) can run on slots and uses the targets in `x @ W` alone.
 
     fn is traced once, along a change of the kernels that slots ignore: a result that still changes has used

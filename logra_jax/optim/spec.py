@@ -121,13 +121,9 @@ class SketchSpec:
         if self.distribution not in DISTRIBUTIONS:
             raise UserError(f"SketchSpec: distribution is {self.distribution!r}; use one of {DISTRIBUTIONS}")
         if not isinstance(self.refresh, int) or self.refresh < 0:
-            raise UserError(
-                f"SketchSpec: refresh is {self.refresh!r}; use a number of updates, or 0 for never"
-            )
+            raise UserError(f"SketchSpec: refresh is {self.refresh!r}; use a number of updates, or 0 for never")
         if isinstance(self.targets, str) or not self.targets:
-            raise UserError(
-                f"SketchSpec: targets is {self.targets!r}; give a tuple of patterns, at least one"
-            )
+            raise UserError(f"SketchSpec: targets is {self.targets!r}; give a tuple of patterns, at least one")
         object.__setattr__(self, "targets", tuple(self.targets))
         pairs = self.names.items() if isinstance(self.names, Mapping) else self.names or ()
         table = {path: tuple(names) for path, names in pairs}
@@ -177,9 +173,7 @@ class SketchSpec:
         """
         for pattern in dense:
             if not any(self._matches(pattern, path) for path, _ in leaves_with_paths(params)):
-                raise UserError(
-                    f"SketchSpec.split: dense pattern {pattern!r} matches no leaf of the parameters"
-                )
+                raise UserError(f"SketchSpec.split: dense pattern {pattern!r} matches no leaf of the parameters")
         matrices = self.matrices(params)
         trained = {
             path

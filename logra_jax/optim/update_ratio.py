@@ -65,9 +65,7 @@ def scale_by_update_ratio(ratio: Any, spec: SketchSpec) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _lifted_square(
-    d: Float[Array, "*stack r d"], keys: Array, matrix: Matrix, spec: SketchSpec
-) -> Float[Array, ""]:
+def _lifted_square(d: Float[Array, "*stack r d"], keys: Array, matrix: Matrix, spec: SketchSpec) -> Float[Array, ""]:
     """Squared norm of A^T D over a stack, one r x r Gram matrix at a time."""
 
     def one(factor: Array, key: Array) -> Array:

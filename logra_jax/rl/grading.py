@@ -92,9 +92,7 @@ def _function(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return grade
 
 
-def _limited(
-    grade: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any], seconds: float
-) -> Any:
+def _limited(grade: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any], seconds: float) -> Any:
     """The reply to one request; the alarm repeats, since a bare `except` may swallow the first."""
     signal.setitimer(signal.ITIMER_PROF, seconds + GRACE)
     try:

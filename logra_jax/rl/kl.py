@@ -46,9 +46,7 @@ def policy_kl(
     return total / jnp.maximum(jnp.sum(counted), 1).astype(jnp.float32)
 
 
-def draw_probe(
-    seed: int, update: int, prompts: int, generations: int, responses: int
-) -> Int[np.ndarray, " r"]:
+def draw_probe(seed: int, update: int, prompts: int, generations: int, responses: int) -> Int[np.ndarray, " r"]:
     """Row numbers of the responses that predict the KL: prompts differ as long as there are any left.
 
     A seeded draw over global row numbers (row = prompt * generations + sample), so it depends neither on the mesh nor

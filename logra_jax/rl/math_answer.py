@@ -112,9 +112,7 @@ def _same_ratio(target: str, answer: str) -> bool:
     if any(re.fullmatch(r"\s*\d{1,2}(\s*:\s*\d{2})+.*", text) for text in (target, answer)):
         return re.sub(r"\s", "", target) == re.sub(r"\s", "", answer)
     sides = [[_parse(part) for part in re.split(r"(?<!\\):", text)] for text in (target, answer)]
-    if len(sides[0]) != len(sides[1]) or not all(
-        isinstance(part, sympy.Expr) for side in sides for part in side
-    ):
+    if len(sides[0]) != len(sides[1]) or not all(isinstance(part, sympy.Expr) for side in sides for part in side):
         return False
     for side in sides:
         for part in side:
@@ -133,9 +131,7 @@ def _parse(text: str) -> Any:
     for config in (_WITH_UNITS, _WITHOUT_UNITS):
         try:
             normal = normalize_latex(text, config)
-            parsed = latex2sympy(
-                normal, is_real=not should_treat_as_complex(normal), normalization_config=None
-            )
+            parsed = latex2sympy(normal, is_real=not should_treat_as_complex(normal), normalization_config=None)
         except Exception:  # the parser signals bad LaTeX by bare Exceptions
             continue
         if isinstance(parsed, sympy.Basic | sympy.MatrixBase) and not parsed.has(sympy.nan, sympy.zoo):

@@ -53,9 +53,7 @@ def bound(expr: Any) -> float:
                 raise TooLarge
         elif isinstance(expr, sympy.factorial | sympy.gamma):
             digits = _factorial_digits(_size(expr.args[0]))
-        elif isinstance(
-            expr, sympy.factorial2 | sympy.subfactorial | sympy.RisingFactorial | sympy.FallingFactorial
-        ):
+        elif isinstance(expr, sympy.factorial2 | sympy.subfactorial | sympy.RisingFactorial | sympy.FallingFactorial):
             digits = _factorial_digits(sum(_size(part) for part in expr.args))
         elif isinstance(expr, sympy.binomial):
             n, k = (_size(part) for part in expr.args)
@@ -127,9 +125,7 @@ def _unwrap(gold: Any, got: Any) -> tuple[Any, Any]:
 
 def _is_word(expr: Any) -> bool:
     """A symbol or a bare product of symbols: the parser reads words as products of their letters."""
-    return isinstance(expr, Symbol) or (
-        isinstance(expr, sympy.Mul) and all(isinstance(a, Symbol) for a in expr.args)
-    )
+    return isinstance(expr, Symbol) or (isinstance(expr, sympy.Mul) and all(isinstance(a, Symbol) for a in expr.args))
 
 
 def _imaginary(expr: Any) -> Any:
@@ -238,9 +234,7 @@ def _equal_numbers(a: Any, b: Any) -> bool | None:
         if written.has(Float) and isinstance(decimal, Rational) and _is_rounding(decimal, other):
             return True
     plain = [_without_percent(value) for value in (a, b)]
-    if (plain[0] is not a) != (plain[1] is not b) and all(
-        isinstance(value, sympy.Integer) for value in plain
-    ):
+    if (plain[0] is not a) != (plain[1] is not b) and all(isinstance(value, sympy.Integer) for value in plain):
         return plain[0] == plain[1]  # 28 % where 28 is asked for, or the other way round
     return False
 
@@ -263,10 +257,7 @@ def _is_rounding(decimal: Rational, other: Any) -> bool:
     return (
         abs(Rational(scaled) - other * 10**places) < 1
         and (scaled > 0) == bool(other > 0)
-        and (
-            abs(Rational(scaled) - other * 10**places) <= Rational(1, 2)
-            or abs(scaled) < abs(other * 10**places)
-        )
+        and (abs(Rational(scaled) - other * 10**places) <= Rational(1, 2) or abs(scaled) < abs(other * 10**places))
     )
 
 

@@ -221,9 +221,7 @@ def _encode_plain(
     tokenizer: Any, place: str, prompt: Any, prompt_format: str, system: str | None
 ) -> tuple[str, list[int]]:
     if not isinstance(prompt, str):
-        raise UserError(
-            f"{place}: data.template=plain needs a text as the prompt, not a {type(prompt).__name__}"
-        )
+        raise UserError(f"{place}: data.template=plain needs a text as the prompt, not a {type(prompt).__name__}")
     text = prompt_format.replace("{prompt}", prompt)
     if system is not None:
         text = f"{system}\n{text}"

@@ -47,9 +47,7 @@ class Grader:
     def __init__(self) -> None:
         self.counts = RewardCounts()
 
-    def grade(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]
-    ) -> np.ndarray:
+    def grade(self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]) -> np.ndarray:
         """float32 [N] rewards in the order of the N completions; NaN = the row is to be dropped.
 
         prompts: N texts. columns: N values each. Raises UserError when not one row could be graded.
@@ -94,9 +92,7 @@ def make_reward(
     Raises UserError for an unknown kind and for a function that cannot be imported or called.
     """
     if not timeout_s > 0 or workers < 1:
-        raise UserError(
-            f"reward.timeout_s must be above 0 and reward.workers at least 1: {timeout_s}, {workers}"
-        )
+        raise UserError(f"reward.timeout_s must be above 0 and reward.workers at least 1: {timeout_s}, {workers}")
     if kind in ("math", "exact") and answer_column is None:
         raise UserError(f"reward.kind={kind} needs data.answer_column")
     if kind == "math":
@@ -314,9 +310,7 @@ class _Pool:
                 pending = [w for w in self._workers if w.task is not None or not w.ready]
                 if not (waiting or any(w.task is not None for w in pending) or (until_ready and pending)):
                     return
-                for worker in watched.difference(
-                    self._workers
-                ):  # first, as new pipes may reuse their numbers
+                for worker in watched.difference(self._workers):  # first, as new pipes may reuse their numbers
                     selector.unregister(worker.output)
                 for worker in set(self._workers).difference(watched):
                     selector.register(worker.output, selectors.EVENT_READ, worker)
@@ -334,9 +328,7 @@ class _Pool:
                     return
                 self.start(min(self.size, len(self._workers) + len(waiting)))
 
-    def _receive(
-        self, worker: _Worker, replies: list[dict[str, Any]], waiting: list[int], once: set[int]
-    ) -> None:
+    def _receive(self, worker: _Worker, replies: list[dict[str, Any]], waiting: list[int], once: set[int]) -> None:
         reply = worker.receive()
         if reply is None:
             return

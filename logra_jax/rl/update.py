@@ -224,9 +224,7 @@ def make_update(
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
             before = jax.lax.cond(batch.check, check_hidden, lambda _: zeros, train)
 
-        updates, opt_state = tx.update(
-            grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average
-        )
+        updates, opt_state = tx.update(grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average)
         new_train = apply_updates(train, updates)
 
         metrics["ok"] = step_ok(opt_state)
@@ -240,9 +238,7 @@ def make_update(
         if check_responses:
 
             def measure(new_train: Tree) -> Array:
-                return policy_kl(
-                    before, check_hidden(new_train), probe_mask[:check_responses], policy.temperature
-                )
+                return policy_kl(before, check_hidden(new_train), probe_mask[:check_responses], policy.temperature)
 
             metrics["kl/realized"] = jax.lax.cond(
                 batch.check, measure, lambda _: jnp.full((), jnp.nan, jnp.float32), new_train

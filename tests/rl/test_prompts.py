@@ -85,8 +85,7 @@ def test_chat_template_with_generation_prompt_and_system(jsonl, tokenizer):
     path = jsonl(rows(("2+2", "4"), (messages, "x")))
     prompts = load(path, tokenizer, template="chat", system="be brief", prompt_format="Solve: {prompt} {}")
     assert prompts.texts == [
-        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nSolve: 2+2 {}<|im_end|>\n"
-        "<|im_start|>assistant\n",
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nSolve: 2+2 {}<|im_end|>\n<|im_start|>assistant\n",
         "<|im_start|>system\nown<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
     ]
     special = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -268,9 +267,7 @@ def test_loading_a_tokenizer_is_quiet_and_leaves_torch_and_jax_alone(fixtures):
         f"t.load_tokenizer({str(fixtures / 'tiny-qwen3')!r})\n"
         "print([m for m in ('torch', 'jax', 'flax') if m in sys.modules])"
     )
-    out = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
-    )
+    out = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert (out.stdout, out.stderr) == ("[]\n", "")
 
 

@@ -166,9 +166,7 @@ def test_settings_are_checked(here):
 
 def test_exact_takes_group_one_of_the_last_match():
     texts = ["8*6=48#12#3528", "#3528 ", "3528", "", "#", "#352"]
-    with make_reward(
-        "exact", answer_column="answer", timeout_s=1.0, workers=1, pattern="#([^#]*)$"
-    ) as grader:
+    with make_reward("exact", answer_column="answer", timeout_s=1.0, workers=1, pattern="#([^#]*)$") as grader:
         rewards = grader.grade([""] * 6, texts, {"answer": [" 3528"] * 6})
         assert rewards.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         assert rewards.dtype == np.float32

@@ -151,9 +151,7 @@ def assert_same_sketches(found, expected):
     assert found.keys() == expected.keys()
     assert len(found) == 7
     for path, sketch in expected.items():
-        np.testing.assert_allclose(
-            found[path], sketch, rtol=0, atol=1e-5 * np.abs(sketch).max(), err_msg=path
-        )
+        np.testing.assert_allclose(found[path], sketch, rtol=0, atol=1e-5 * np.abs(sketch).max(), err_msg=path)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +185,7 @@ def test_sketches_do_not_depend_on_the_mesh(model, policy, params, spec, fsdp, t
 
 
 def test_whole_update_does_not_depend_on_micro_batches_or_padding(policy, plain, params, spec):
-    split_update = make_update(
-        policy, plain.tx, spec, LossSettings(), mismatch=True, micro_batch=2, check_responses=3
-    )
+    split_update = make_update(policy, plain.tx, spec, LossSettings(), mismatch=True, micro_batch=2, check_responses=3)
     found = []
     for update, width in ((plain.update, NEW), (split_update, NEW + 4)):
         state, metrics = update(*start(params, spec, plain.tx), make_batch(width))
@@ -235,9 +231,7 @@ def test_predicted_kl_is_the_kl_of_a_small_step(plain, params, spec):
         assert 0.499 * budget <= float(metrics["kl/budget"]) <= budget
         np.testing.assert_allclose(metrics["kl/predicted"], metrics["kl/budget"], rtol=1e-4)
         # The second-order prediction is off by a term that shrinks with the root of the step's KL.
-        np.testing.assert_allclose(
-            metrics["kl/realized"], metrics["kl/predicted"], rtol=10 * budget**0.5 + 0.01
-        )
+        np.testing.assert_allclose(metrics["kl/realized"], metrics["kl/predicted"], rtol=10 * budget**0.5 + 0.01)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(plain, params, spec):
@@ -284,9 +278,7 @@ def test_dense_adamw_in_the_same_loop(model, policy, params, spec, control):
     rate = 1e-2
     link = [optim.scale_by_predicted_kl(1e-5, 3.0)] if control else []
     tx = optim.guard_nonfinite(optax.chain(optax.adamw(rate, 0.9, 0.95, 1e-8, weight_decay=0.0), *link))
-    update = make_update(
-        policy, tx, spec, LossSettings(), sketched=False, kl_control=control, check_responses=3
-    )
+    update = make_update(policy, tx, spec, LossSettings(), sketched=False, kl_control=control, check_responses=3)
     batch = make_batch()
     with jax.numpy_dtype_promotion("standard"):  # optax itself needs it
         state, metrics = update(*start(params, spec, tx), batch)
