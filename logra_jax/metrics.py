@@ -61,11 +61,7 @@ class MetricsWriter:
         self._progress = progress
         self._began = time.monotonic()
         self._undrawn = False
-        self._board: Any = None
-        if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(str(self._out / "tensorboard"), purge_step=resume_step or None)
+        self._board = Board(self._out / "tensorboard", resume_step) if tensorboard else None
         self._wandb = _start_wandb(wandb, project, self._out)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -77,8 +73,7 @@ class MetricsWriter:
         self._file.flush()
         self._undrawn = True
         if self._board is not None:
-            for key, value in numbers.items():
-                self._board.add_scalar(key, value, step)
+            self._board.write(step, numbers)
         if self._wandb is not None:
             try:
                 self._wandb.log(numbers, step=step)
@@ -129,6 +124,36 @@ class MetricsWriter:
             self._wandb = None
         if self._undrawn:
             self.draw()
+
+
+class Board:
+    """TensorBoard events, one file per start of a run.
+
+    Written by the calling thread: the thread of tensorboardX's own SummaryWriter dies on a full disk, and the
+    next number given to it waits for ever.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """Open a new file in `folder`; what earlier files say of `first_step` and later is hidden."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        folder.mkdir(exist_ok=True)
+        self._file = EventsWriter(str(folder / "events"))
+        self._file.write_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add the numbers of a step, NaN and infinite ones included."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._file.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def _plain(value: Any) -> float | int:

@@ -171,8 +171,9 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
             except NotFinite as error:
                 trainer.save(wait=True)
                 return FAILED, str(error)
-            except (UserError, OSError):
-                # All rewards failed, or the disk is full: keep what has been learnt, if that can be done.
+            except (UserError, OSError, SystemExit):
+                # All rewards failed, the disk is full, or nobody reads the output any more (rich exits then):
+                # keep what has been learnt, if that can be done.
                 with suppress(UserError, OSError):
                     trainer.save(wait=True)
                 raise

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import resource
 import sys
 import types
 
@@ -151,11 +152,38 @@ def test_samples_are_shown_as_they_are(tmp_path):
 
 
 def test_tensorboard_files(tmp_path):
-    metrics, _ = writer(tmp_path, tensorboard=True)
-    metrics.write(row(0, bad=math.nan))
+    """Records are length (8 bytes), its checksum (4), an event, its checksum (4)."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    metrics, _ = writer(tmp_path, tensorboard=True, resume_step=3)
+    metrics.write(row(3, bad=math.nan))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data, events = file.read_bytes(), []  # before close: every row is flushed
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        events.append(Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
     metrics.close()
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"reward/mean" in events.read_bytes()
+    version, start, numbers = events
+    assert version.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (3, SessionLog.START)
+    assert numbers.step == 3
+    found = {value.tag: value.simple_value for value in numbers.summary.value}
+    assert found["reward/mean"] == 0.5
+    assert math.isnan(found["bad"])
+    assert found.keys() == row(3, bad=0).keys() - {"step"}
+
+
+def test_a_full_disk_is_an_error_and_no_standstill(tmp_path):
+    metrics, _ = writer(tmp_path, tensorboard=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            list(map(metrics.write, map(row, range(100))))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        metrics.close()
 
 
 class FakeWandb(types.ModuleType):
