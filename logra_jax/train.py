@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 prepare_output(config, resume=command.resume, overwrite=command.overwrite)
                 code, message = train(run, out, stop, resume=command.resume)
             except OSError as error:  # a full disk, above all
-                raise UserError(f"out={out}: {error}") from error
+                raise UserError(f"out={out} cannot be written: {error}") from error
     print(message, file=sys.stderr if code else sys.stdout)
     return code
 
@@ -103,16 +103,22 @@ def check_output(config: Config, *, resume: bool, overwrite: bool) -> None:
 
 
 def prepare_output(config: Config, *, resume: bool, overwrite: bool) -> None:
-    """Make the output folder and write the settings into it."""
+    """Make the output folder; that of a run to resume is left as it is until its checkpoint has been read."""
     out = Path(config.out)
     if resume:
         report_changes(out / "config.yaml", config)
-    elif overwrite and out.exists():
+        return
+    if overwrite and out.exists():
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
-    fresh = out / "config.yaml.tmp"
+    write_settings(config)
+
+
+def write_settings(config: Config) -> None:
+    """Write config.yaml, which also marks the folder as that of a run."""
+    fresh = Path(config.out, "config.yaml.tmp")
     fresh.write_text(to_yaml(config), encoding="utf-8")
-    fresh.replace(out / "config.yaml")
+    fresh.replace(fresh.with_suffix(""))
 
 
 def report_changes(file: Path, config: Config) -> None:
@@ -147,6 +153,7 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
         if progress.step > config.steps:
             raise UserError(f"--resume: {progress.step} updates are done already, more than steps={config.steps}")
         if resume:
+            write_settings(config)
             print(f"resumed after {progress.step} updates", flush=True)
         with closing(
             MetricsWriter(

@@ -129,9 +129,29 @@ def test_more_steps_than_before(command_settings, seen, capsys):
     assert "note: log.samples was 3 before, and is 0 now" in said
     assert said.count("note: ") == 2
     assert_same(result("out", seen.trainer.progress), wanted)
-    with pytest.raises(SystemExit, match="2"):
-        cli.run(lambda: train.main([*argv, "steps=1", "--resume"]))
-    assert "3 updates are done already, more than steps=1" in capsys.readouterr().err
+    kept = (Path("out/config.yaml").read_bytes(), Path("out/metrics.jsonl").read_bytes())
+    for setting, message in (
+        ("steps=1", "3 updates are done already, more than steps=1"),
+        ("optimizer.rank=5", "does not belong to a run with these settings"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.run(lambda more=setting: train.main([*argv, "steps=3", more, "--resume"]))
+        assert message in capsys.readouterr().err
+        assert (Path("out/config.yaml").read_bytes(), Path("out/metrics.jsonl").read_bytes()) == kept
+
+
+def test_a_damaged_checkpoint(command_settings, seen, capsys):
+    argv = [*command_settings, *VARIANTS["logra"].split(), "checkpoint.every=1"]
+    assert train.main(argv) == 0
+    wanted = result("out", seen.trainer.progress)
+    with next(Path("out/checkpoints/3/state/d").iterdir()).open("r+b") as file:
+        file.truncate(10)
+    capsys.readouterr()
+    assert train.main([*argv, "--resume"]) == 0
+    said = capsys.readouterr()
+    assert "3 is damaged and set aside" in said.err
+    assert "resumed after 2 updates" in said.out
+    assert_same(result("out", seen.trainer.progress), wanted)
 
 
 def test_an_update_that_is_not_finite(command_settings, seen, monkeypatch, capsys):

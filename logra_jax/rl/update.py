@@ -213,7 +213,7 @@ def make_update(
         )  # fmt: skip
 
         exact = looped._replace(model=looped.model.replace(compute_dtype="float32"))
-        checked = jax.tree.map(lambda leaf: leaf[:check_responses], probe._replace(probe=None, check=None))
+        checked = _take(probe, jnp.arange(check_responses))
 
         def check_hidden(train: Tree) -> HiddenHead:
             return exact.hidden_head(merge(train, frozen), checked)
