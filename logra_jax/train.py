@@ -273,6 +273,7 @@ class Trainer:
         """Held-out accuracy and what goes with it, as metrics; prints a few answers."""
         if self.run.held_out is None:
             return {}
+        self.stop.check()
         found = self.run.evaluate(self.run.params(self.state))
         self.metrics.show_samples(self.progress.step, self.run.samples(found))
         metrics = {f"eval/{name}": value for name, value in found.metrics.items()}

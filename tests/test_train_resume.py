@@ -100,8 +100,8 @@ def test_stopped_at_every_point(variant, command_settings, seen, lenient):
     names = wanted[0].keys()
     assert any("opt_state" in name for name in names)
     assert wanted[2][1] == {"logra": 12, "adamw": 8}[variant]  # prompts of 3 and of 2 batches
-    # Before training 2 batches of evaluation, 3 checks per batch of prompts, 2 per later evaluation.
-    assert len(points) == {"logra": 2 + 3 * 3 + 2 * 2, "adamw": 2 + 2 * 3 + 2 * 2}[variant]
+    # 3 checks per batch of prompts, 3 in each evaluation: before it and after its 2 batches.
+    assert len(points) == {"logra": 3 * 3 + 3 * 3, "adamw": 2 * 3 + 3 * 3}[variant]
 
     start, began_at = [], 0  # of a chain of resumed runs, each stopped one point further on
     for number, point in enumerate(points):
