@@ -44,6 +44,18 @@ def lenient():
 
 
 @pytest.fixture
+def another_sampler(monkeypatch):
+    """A sampler that computes otherwise than the trainer, so that there is a mismatch to take off the budget."""
+    sample = logra_jax.run.Run.sample
+
+    def off_by_a_little(self, state, prompts, update):
+        rollout = sample(self, state, prompts, update)
+        return rollout._replace(logprobs=rollout.logprobs + 1e-4)
+
+    monkeypatch.setattr(logra_jax.run.Run, "sample", off_by_a_little)
+
+
+@pytest.fixture
 def seen(monkeypatch):
     """Records trainers and stop checks; builds each jitted update once for all runs of a test."""
     seen = Interrupted()
@@ -93,12 +105,13 @@ def assert_same(got, wanted):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_stopped_at_every_point(variant, command_settings, seen, lenient):
+def test_stopped_at_every_point(variant, command_settings, seen, another_sampler, lenient):
     argv = [*command_settings, *VARIANTS[variant].split()]
     assert train.main([*argv, "out=whole"]) == 0
     wanted, points = result("whole", seen.trainer.progress), seen.passed
     names = wanted[0].keys()
     assert any("opt_state" in name for name in names)
+    assert wanted[0]["mismatch"] > 0
     assert wanted[2][1] == {"logra": 12, "adamw": 8}[variant]  # prompts of 3 and of 2 batches
     # 3 checks per batch of prompts, 3 in each evaluation: before it and after its 2 batches.
     assert len(points) == {"logra": 3 * 3 + 3 * 3, "adamw": 2 * 3 + 3 * 3}[variant]
