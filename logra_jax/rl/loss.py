@@ -67,8 +67,9 @@ def scaled_logits(
     hidden: Float[Array, "*rows d"], head: Float[Array, "d v"], temperature: float | Array
 ) -> Float[Array, "*rows v"]:
     """float32 logits / temperature; the one formula of both sampler and trainer. -inf becomes LOGIT_FLOOR."""
-    logits = jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return jnp.maximum(logits / temperature, LOGIT_FLOOR)
+    rows = hidden.reshape(-1, hidden.shape[-1])  # one plain product, as in the model's linear layers
+    logits = jnp.matmul(rows, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    return jnp.maximum(logits / temperature, LOGIT_FLOOR).reshape(*hidden.shape[:-1], head.shape[1])
 
 
 def entropy_of(logits: Float[Array, "*rows v"]) -> Float[Array, "*rows"]:
