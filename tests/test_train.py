@@ -42,6 +42,7 @@ def refused(argv, capsys):
 
 
 def test_a_run_writes_what_it_says(base, capsys):
+    base = [*base, "eval.every=3"]
     assert train.main(base) == 0
     out = Path("out")
     rows = read_rows(out / "metrics.jsonl")
@@ -52,8 +53,8 @@ def test_a_run_writes_what_it_says(base, capsys):
         assert ("kl/realized" in row) == (row["step"] % 2 == 0)
         assert row["kl/predicted"] <= row["kl/budget"] * 1.001
         assert 1 <= row["response/length"] <= 6
-    # Evaluated before training, after update 2 (row 1), and after the last update.
-    assert {row["step"]: row["eval/updates"] for row in rows if "eval/accuracy" in row} == {0: 0, 1: 2, 3: 4}
+    # Evaluated before training, after update 3 (row 2), and after the last update.
+    assert {row["step"]: row["eval/updates"] for row in rows if "eval/accuracy" in row} == {0: 0, 2: 3, 3: 4}
     assert any(row["reward/mean"] > 0 and row["grad/norm"] > 0 for row in rows)
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert load_config(out / "config.yaml") == load_config(None, base)

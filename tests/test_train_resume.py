@@ -1,5 +1,7 @@
 """A run that was stopped, killed or failed, and then resumed, is the run that nothing has happened to."""
 
+import errno
+import os
 import re
 import resource
 import signal
@@ -167,20 +169,19 @@ def test_a_damaged_checkpoint(command_settings, seen, capsys):
     assert_same(result("out", seen.trainer.progress), wanted)
 
 
-def test_an_update_that_is_not_finite(command_settings, seen, monkeypatch, capsys):
-    argv = [*command_settings, *VARIANTS["logra"].split()]
-    honest = logra_jax.run.Run.advantages
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_update_that_is_not_finite(variant, command_settings, seen, lenient, monkeypatch, capsys):
+    argv = [*command_settings, *VARIANTS[variant].split()]
+    honest, good = logra_jax.run.Run.update, {}
 
-    def poisoned(self, rewards, baseline):
-        advantages, baseline = honest(self, rewards, baseline)
-        if seen.trainer.progress.step == 1:
-            good.update(jax.device_get(flatten({"params": self.params(seen.trainer.state)})))
-            advantages = advantages._replace(values=advantages.values * np.nan)
-        return advantages, baseline
+    def poisoned(self, state, batch, step):
+        if step == 1:
+            good.update(jax.device_get(flatten({"params": self.params(state)})))
+            batch = batch._replace(advantages=batch.advantages * np.float32(np.nan))
+        return honest(self, state, batch, step)
 
-    good: dict = {}
     with monkeypatch.context() as patch:
-        patch.setattr(logra_jax.run.Run, "advantages", poisoned)
+        patch.setattr(logra_jax.run.Run, "update", poisoned)
         assert train.main(argv) == 1
     said = capsys.readouterr()
     assert "update 1 was not finite (gradient norm nan" in said.err
@@ -191,8 +192,30 @@ def test_an_update_that_is_not_finite(command_settings, seen, monkeypatch, capsy
     assert all((np.asarray(saved[name]) == good[name]).all() for name in good)
     assert not Path("out/hf").exists()
     assert train.main([*argv, "--resume"]) == 0
-    assert [row["step"] for row in read_rows("out/metrics.jsonl")] == [0, 1, 2]
-    assert seen.trainer.progress.consumed == 16  # the bad batch has been left behind
+    progress, last = seen.trainer.progress, {"logra": 3, "adamw": 4}[variant]
+    assert [row["step"] for row in read_rows("out/metrics.jsonl")] == list(range(last))
+    # The bad batch is left behind; where it was to serve one more update, another one does.
+    assert (progress.step, progress.consumed) == (last, {"logra": 16, "adamw": 12}[variant])
+
+
+def test_metrics_that_cannot_be_written(command_settings, seen, monkeypatch, capsys):
+    argv = [*command_settings, *VARIANTS["logra"].split()]
+    assert train.main([*argv, "out=whole"]) == 0
+    wanted, write = result("whole", seen.trainer.progress), MetricsWriter.write
+
+    def write_in_vain(self, row):
+        if row["step"] == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", write_in_vain)
+        with pytest.raises(SystemExit, match="2"):
+            cli.run(lambda: train.main(argv))
+    assert "error: out=out cannot be written: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert steps(Path("out/checkpoints")) == [2]
+    assert train.main([*argv, "--resume"]) == 0
+    assert_same(result("out", seen.trainer.progress), wanted)
 
 
 @pytest.fixture
