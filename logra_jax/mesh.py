@@ -16,7 +16,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from logra_jax.errors import UserError
 
-
 MeshAxes = str | tuple[str, ...] | None
 
 

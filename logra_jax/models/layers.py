@@ -18,7 +18,6 @@ from logra_jax.mesh import AxisTable, constrain
 from logra_jax.models.cache import LayerKV
 from logra_jax.models.config import ModelConfig
 
-
 QUERY_BLOCK = 512  # queries whose scores exist at a time: longer sequences take several turns
 
 
