@@ -1,14 +1,14 @@
-"""The device mesh, and which mesh axis each logical axis of a parameter lies on.
+"""The device mesh, and which mesh axis each logical axis of a parameter or an activation lies on.
 
-Two mesh axes: `fsdp` splits the batch and, for storage, the residual width of every weight; `tensor` splits
-heads, MLP width and vocabulary. Axes are Auto: the compiler places whatever is not stated here.
+Two mesh axes: `fsdp` splits the batch and, for storage, the rows of every weight; `tensor` splits heads, MLP
+width and vocabulary. Axes are Auto: the compiler places whatever is not stated here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,23 +16,41 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from logra_jax.errors import UserError
 
+MeshAxes = str | tuple[str, ...] | None
+
 
 @dataclass(frozen=True)
 class AxisTable:
-    """Logical axis of a parameter -> mesh axis, or None for replicated."""
+    """Logical axis -> mesh axis, several of them, or None for replicated.
+
+    All but the last two are axes of stored parameters; `heads_in` and `mlp_in` are those that a product sums over.
+    Storage splits rows, not columns: parts that are gathered along a matrix's last axis make the compiler keep a
+    second, transposed copy of the whole stack. `batch` is the rows of any activation, `logits` the vocabulary
+    axis of the logits, which are split over all devices: rows that share a device take turns instead.
+    """
 
     vocab: str | None = "tensor"
     embed: str | None = "fsdp"
     q_heads: str | None = "tensor"
     kv_heads: str | None = "tensor"
     mlp: str | None = "tensor"
+    heads_in: MeshAxes = ("tensor", "fsdp")
+    mlp_in: MeshAxes = ("tensor", "fsdp")
+    width: str | None = None
     layers: str | None = None
     norm: str | None = None
+    batch: str | None = "fsdp"
+    logits: MeshAxes = ("fsdp", "tensor")
 
-    def spec(self, logical: tuple[str, ...]) -> PartitionSpec:
-        """Where the dimensions of one array lie; two of them on one mesh axis is a mistake in the table."""
-        mesh_axes = [getattr(self, name) for name in logical]
-        used = [axis for axis in mesh_axes if axis is not None]
+    @property
+    def gathered(self) -> AxisTable:
+        """Where a weight lies while it is used: whole along what is split for storage alone."""
+        return replace(self, embed=None, heads_in=self.q_heads, mlp_in=self.mlp)
+
+    def spec(self, logical: tuple[str | None, ...]) -> PartitionSpec:
+        """Where the dimensions of one array lie (None: whole); two on one mesh axis is a mistake in the table."""
+        mesh_axes = [None if name is None else getattr(self, name) for name in logical]
+        used = [axis for axes in mesh_axes for axis in _axes(axes)]
         if len(used) != len(set(used)):
             raise ValueError(f"logical axes {logical} lie on mesh axes {mesh_axes}: one mesh axis is used twice")
         return PartitionSpec(*mesh_axes)
@@ -68,8 +86,31 @@ def shardings(mesh: Mesh, logical_axes: Any, shapes: Any = None, table: AxisTabl
     table = AxisTable() if table is None else table
     specs = jax.tree.map(table.spec, logical_axes, is_leaf=_is_names)
     if shapes is not None:
-        _check_sizes(mesh, list(_dimensions(specs, logical_axes, shapes)))
+        _check_sizes(mesh, list(_dimensions(mesh, specs, logical_axes, shapes)))
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+
+
+def constrain(x: Any, mesh: Mesh | None, *logical: str | None, table: AxisTable | None = None) -> Any:
+    """`x`, laid out on `mesh` as its logical axes say, one name (None: whole) per dimension.
+
+    x: an array, or a node that stands for one and has `constrain(sharding)`. Without a mesh, or with one device,
+        it is returned as it is. A dimension shorter than the devices it would be split over stays whole.
+    """
+    if mesh is None or mesh.size == 1:
+        return x
+    spec = (AxisTable() if table is None else table).spec(logical)
+    fits = [axes if size >= ways(mesh, axes) else None for axes, size in zip(spec, x.shape, strict=True)]
+    place = NamedSharding(mesh, PartitionSpec(*fits))
+    return jax.lax.with_sharding_constraint(x, place) if isinstance(x, jax.Array) else x.constrain(place)
+
+
+def ways(mesh: Mesh, axes: MeshAxes) -> int:
+    """Into how many parts the mesh axes split a dimension."""
+    return math.prod(mesh.shape[axis] for axis in _axes(axes))
+
+
+def _axes(axes: MeshAxes) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
 def batch_sharding(mesh: Mesh, rows: int | None = None) -> NamedSharding:
@@ -91,15 +132,16 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, PartitionSpec)
 
 
-def _dimensions(specs: Any, logical_axes: Any, shapes: Any) -> Iterator[tuple[str, str, int, str]]:
+def _dimensions(mesh: Mesh, specs: Any, logical_axes: Any, shapes: Any) -> Iterator[tuple[str, str, int, str]]:
     """Every split dimension as (parameter path, logical axis, size, mesh axis)."""
     names = jax.tree.leaves(logical_axes, is_leaf=_is_names)
     sized = jax.tree.flatten_with_path(shapes)[0]
     flat = jax.tree.leaves(specs, is_leaf=_is_spec)
     for spec, logical, (path, leaf) in zip(flat, names, sized, strict=True):
-        for mesh_axis, name, size in zip(spec, logical, leaf.shape, strict=True):
-            if mesh_axis is not None:
+        for axes, name, size in zip(spec, logical, leaf.shape, strict=True):
+            for mesh_axis in _axes(axes):
                 yield "/".join(str(key.key) for key in path), name, size, mesh_axis
+                size = size // mesh.shape[mesh_axis]  # what is left for the next one to split
 
 
 def _check_sizes(mesh: Mesh, dimensions: list[tuple[str, str, int, str]]) -> None:

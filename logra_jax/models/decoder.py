@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.errors import UserError
 from logra_jax.models.cache import Cache, LayerKV
 from logra_jax.models.config import ModelConfig
-from logra_jax.models.layers import DecoderLayer, Embedding, Linear, RMSNorm, rope_angles
+from logra_jax.models.layers import DecoderLayer, Embedding, Linear, RMSNorm, Sight, rope_angles
 from logra_jax.models.names import name_table
 
 Params = dict[str, Any]
@@ -48,11 +49,11 @@ class _Parts(NamedTuple):
 
 
 @memo
-def _parts(config: ModelConfig) -> _Parts:
+def _parts(config: ModelConfig, mesh: Mesh | None = None) -> _Parts:
     """Build the modules of `config` from shapes alone: nothing is allocated."""
     modules: dict[str, nnx.Module] = {
-        "embed_tokens": Embedding(config.vocab_size, config.hidden_size),
-        "layers": DecoderLayer(config),
+        "embed_tokens": Embedding(config.vocab_size, config.hidden_size, mesh),
+        "layers": DecoderLayer(config, mesh),
         "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
     }
     if not config.tie_word_embeddings:
@@ -77,6 +78,8 @@ class CausalLM:
         used, while softmax, norm statistics, rotary angles and logits stay in float32.
     remat: "none", or "full" to keep only each layer's input for the backward pass and compute the rest again.
     scan_unroll: layers per turn of the layer loop; None unrolls short stacks on a CPU and nothing elsewhere.
+    mesh: devices to compute on: rows are split over them, weights are put together layer by layer. None leaves
+        the layout of everything to the compiler.
     source: the folder the weights came from, whose names, shards and side files `save_hf` keeps, or None.
     end_ids: every token id that ends a text; empty if the source names none. pad_id: the id to pad with.
     """
@@ -85,6 +88,7 @@ class CausalLM:
     compute_dtype: str = "float32"
     remat: str = "none"
     scan_unroll: int | None = None
+    mesh: Mesh | None = None
     source: str | None = None
     end_ids: tuple[int, ...] = ()
     pad_id: int = 0
@@ -127,7 +131,7 @@ class CausalLM:
             real = jnp.asarray(attention_mask, jnp.bool_)
         counted = jnp.cumsum(real.astype(jnp.int32), axis=1)
         if cache is None:
-            slots, offset, valid, kv = time, jnp.zeros((), jnp.int32), real, None
+            offset, valid, kv = jnp.zeros((), jnp.int32), real, None
             positions = jnp.maximum(counted - 1, 0)
         else:
             slots, offset = cache.valid.shape[1], cache.slot
@@ -136,12 +140,10 @@ class CausalLM:
             valid = jax.lax.dynamic_update_slice(cache.valid, real, (jnp.zeros_like(offset), offset))
             positions = jnp.maximum(counted + cache.lengths[:, None] - 1, 0)
             kv = LayerKV(cache.k, cache.v, layer=jnp.zeros((), jnp.int32), slot=cache.slot)
-        seen = jnp.arange(slots)[None, :] <= (jnp.arange(time) + offset)[:, None]
-        mask = seen[None] & valid[:, None, :]
 
-        graphs = _parts(self.config).graphs
+        graphs = _parts(self.config, self.mesh).graphs
         x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
-        x, kv = self._layers(params["layers"], x, positions, mask, kv)
+        x, kv = self._layers(params["layers"], x, positions, Sight(valid, offset), kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
             return x
@@ -152,16 +154,16 @@ class CausalLM:
         params: Params,
         x: Float[Array, "batch time d"],
         positions: Int[Array, "batch time"],
-        mask: Bool[Array, "batch time slots"],
+        sight: Sight,
         kv: LayerKV | None,
     ) -> tuple[jax.Array, LayerKV | None]:
         """Run the stacked layers; a leaf may be any pytree whose arrays are stacked on axis 0."""
-        graph = _parts(self.config).graphs["layers"]
+        graph = _parts(self.config, self.mesh).graphs["layers"]
         rope = rope_angles(positions, self.config, self.compute_dtype)
 
         def layer(carry: tuple[jax.Array, LayerKV | None], values: Params) -> tuple[Any, None]:
             x, kv = carry
-            x, kv = nnx.merge(graph, values)(x, rope, mask, kv)
+            x, kv = nnx.merge(graph, values)(x, rope, sight, kv)
             return (x, None if kv is None else kv._replace(layer=kv.layer + 1)), None
 
         layers = self.config.num_hidden_layers

@@ -5,15 +5,33 @@ Modules are built from shapes alone: a parameter starts as a `jax.ShapeDtypeStru
 `logra_jax.mesh` maps to the axes of a device mesh.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
+from logra_jax.mesh import AxisTable, constrain
 from logra_jax.models.cache import LayerKV
 from logra_jax.models.config import ModelConfig
+
+QUERY_BLOCK = 512  # queries whose scores exist at a time: longer sequences take several turns
+
+
+class Sight(NamedTuple):
+    """What a query may see: query t of a row sees slot s where `valid[s]` and `s <= offset + t`."""
+
+    valid: Bool[Array, "batch slots"]
+    offset: Int[Array, ""]
+
+    def mask(self, start: int | Array, count: int) -> Bool[Array, "batch count slots"]:
+        """The slots that queries start .. start + count - 1 may see."""
+        queries = jnp.arange(count) + start + self.offset
+        seen = jnp.arange(self.valid.shape[1])[None, :] <= queries[:, None]
+        return seen[None] & self.valid[:, None, :]
 
 
 class Rope(NamedTuple):
@@ -50,19 +68,23 @@ class RMSNorm(nnx.Module):
 class Linear(nnx.Module):
     """`y = x W + b` with the kernel cast to the activation dtype at the point of use.
 
-    The kernel may be any pytree node that has `astype` and answers `x @ kernel`, such as a sketch slot.
+    The kernel may be any pytree node that has `astype` and answers `x @ kernel`, such as a sketch slot; on a mesh
+    it also needs `constrain`. A kernel that is stored in parts is put together here, after the cast, so that no
+    more than one layer's kernels are whole at a time.
     """
 
-    def __init__(self, size_in: int, size_out: int, *, axes: tuple[str, str], bias: bool = False):
+    def __init__(
+        self, size_in: int, size_out: int, *, axes: tuple[str, str], bias: bool = False, mesh: Mesh | None = None
+    ):
         self.kernel = param(size_in, size_out, axes=axes)
-        # A bias of the residual stream is as small as a norm's scale and is replicated like one.
-        bias_axis = "norm" if axes[1] == "embed" else axes[1]
-        self.bias = param(size_out, axes=(bias_axis,)) if bias else None
+        self.axes, self.mesh = axes, mesh
+        self.bias = param(size_out, axes=axes[1:]) if bias else None
 
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... d"]:
         # One plain matrix product: the backward products of a batched one are transposed by copying on a CPU, and
         # the whole gradient then takes three times as long.
-        rows = x.reshape(-1, x.shape[-1]) @ self.kernel.get_value().astype(x.dtype)
+        kernel = constrain(self.kernel.get_value().astype(x.dtype), self.mesh, *self.axes, table=AxisTable().gathered)
+        rows = x.reshape(-1, x.shape[-1]) @ kernel
         y = rows.reshape(*x.shape[:-1], rows.shape[-1])
         return y if self.bias is None else y + along_last(self.bias.get_value(), y)
 
@@ -70,11 +92,14 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """One row per token id, cast to `dtype` after the lookup."""
 
-    def __init__(self, rows: int, size: int):
+    def __init__(self, rows: int, size: int, mesh: Mesh | None = None):
         self.embedding = param(rows, size, axes=("vocab", "embed"))
+        self.mesh = mesh
 
     def __call__(self, ids: Int[Array, "batch time"], dtype: jax.typing.DTypeLike) -> jax.Array:
-        return self.embedding.get_value()[ids].astype(dtype)
+        # Every device looks up its part of the width for all rows: ids travel, the table does not.
+        found = self.embedding.get_value()[constrain(ids, self.mesh, None, None)].astype(dtype)
+        return constrain(constrain(found, self.mesh, None, None, "embed"), self.mesh, "batch", None, None)
 
 
 def rope_angles(positions: Int[Array, "batch time"], config: ModelConfig, dtype: jax.typing.DTypeLike) -> Rope:
@@ -112,16 +137,41 @@ def attend(
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
 
 
+def attend_in_blocks(
+    q: Float[Array, "batch time heads head_dim"],
+    k: Float[Array, "batch slots kv_heads head_dim"],
+    v: Float[Array, "batch slots kv_heads head_dim"],
+    sight: Sight,
+) -> Float[Array, "batch time heads head_dim"]:
+    """`attend` for at most QUERY_BLOCK queries at a time: scores of all queries at once never exist."""
+    batch, time, *inner = q.shape
+    if time <= QUERY_BLOCK:
+        return attend(q, k, v, sight.mask(0, time))
+    count = -(-time // QUERY_BLOCK)
+    size = -(-time // count)
+    blocks = jnp.pad(q, ((0, 0), (0, count * size - time), (0, 0), (0, 0))).reshape(batch, count, size, *inner)
+    # Wide, because their gradients are sums over the blocks.
+    wide_k, wide_v = k.astype(jnp.float32), v.astype(jnp.float32)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def block(start: Array, q: Array) -> Array:
+        return attend(q, wide_k.astype(k.dtype), wide_v.astype(v.dtype), sight.mask(start, size))
+
+    mixed = jax.lax.map(lambda xs: block(*xs), (jnp.arange(count) * size, blocks.swapaxes(0, 1)))
+    return mixed.swapaxes(0, 1).reshape(batch, count * size, *inner)[:, :time]
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions, and RMSNorm on query and key heads where asked for."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, mesh: Mesh | None = None):
         c = config
         self.config = config
-        self.q_proj = Linear(c.hidden_size, c.q_size, axes=("embed", "q_heads"), bias=c.qkv_bias)
-        self.k_proj = Linear(c.hidden_size, c.kv_size, axes=("embed", "kv_heads"), bias=c.qkv_bias)
-        self.v_proj = Linear(c.hidden_size, c.kv_size, axes=("embed", "kv_heads"), bias=c.qkv_bias)
-        self.o_proj = Linear(c.q_size, c.hidden_size, axes=("q_heads", "embed"), bias=c.o_bias)
+        linear = partial(Linear, mesh=mesh)
+        self.q_proj = linear(c.hidden_size, c.q_size, axes=("embed", "q_heads"), bias=c.qkv_bias)
+        self.k_proj = linear(c.hidden_size, c.kv_size, axes=("embed", "kv_heads"), bias=c.qkv_bias)
+        self.v_proj = linear(c.hidden_size, c.kv_size, axes=("embed", "kv_heads"), bias=c.qkv_bias)
+        self.o_proj = linear(c.q_size, c.hidden_size, axes=("heads_in", "width"), bias=c.o_bias)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
 
@@ -129,7 +179,7 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "batch time d"],
         rope: Rope,
-        mask: Bool[Array, "batch time slots"],
+        sight: Sight,
         kv: LayerKV | None,
     ) -> tuple[Float[Array, "batch time d"], LayerKV | None]:
         heads = (*x.shape[:2], -1, self.config.head_dim)
@@ -140,18 +190,19 @@ class Attention(nnx.Module):
         if kv is not None:
             kv = kv.write(k, v)
             k, v = kv.read(x.dtype)
-        mixed = attend(q, k, v, mask)
+        mixed = attend_in_blocks(q, k, v, sight)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1)), kv
 
 
 class MLP(nnx.Module):
     """`down(silu(gate x) * up x)`."""
 
-    def __init__(self, config: ModelConfig):
-        wide, narrow, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        self.gate_proj = Linear(narrow, wide, axes=("embed", "mlp"), bias=bias)
-        self.up_proj = Linear(narrow, wide, axes=("embed", "mlp"), bias=bias)
-        self.down_proj = Linear(wide, narrow, axes=("mlp", "embed"), bias=bias)
+    def __init__(self, config: ModelConfig, mesh: Mesh | None = None):
+        wide, narrow = config.intermediate_size, config.hidden_size
+        linear = partial(Linear, bias=config.mlp_bias, mesh=mesh)
+        self.gate_proj = linear(narrow, wide, axes=("embed", "mlp"))
+        self.up_proj = linear(narrow, wide, axes=("embed", "mlp"))
+        self.down_proj = linear(wide, narrow, axes=("mlp_in", "width"))
 
     def __call__(self, x: Float[Array, "batch time d"]) -> Float[Array, "batch time d"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -160,19 +211,21 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """A token mixer and an MLP, each behind a norm and beside the residual stream."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, mesh: Mesh | None = None):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, mesh)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, mesh)
+        self.mesh = mesh
 
     def __call__(
         self,
         x: Float[Array, "batch time d"],
         rope: Rope,
-        mask: Bool[Array, "batch time slots"],
+        sight: Sight,
         kv: LayerKV | None,
     ) -> tuple[Float[Array, "batch time d"], LayerKV | None]:
-        mixed, kv = self.self_attn(self.input_layernorm(x), rope, mask, kv)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), kv
+        mixed, kv = self.self_attn(self.input_layernorm(x), rope, sight, kv)
+        x = constrain(x + mixed, self.mesh, "batch", None, None)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return constrain(x, self.mesh, "batch", None, None), kv

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from logra_jax.optim.apply import LowRank as LowRank
     from logra_jax.optim.apply import apply_updates as apply_updates
     from logra_jax.optim.apply import lift as lift
+    from logra_jax.optim.apply import sketch_shardings as sketch_shardings
     from logra_jax.optim.apply import state_shardings as state_shardings
     from logra_jax.optim.guard import guard_nonfinite as guard_nonfinite
     from logra_jax.optim.guard import step_ok as step_ok
@@ -62,6 +63,7 @@ EXPORTS = {
     "sketch_matmul": "slot",
     "sketched": "sketching",
     "sketched_value_and_grad": "slot",
+    "sketch_shardings": "apply",
     "state_shardings": "apply",
     "step_ok": "guard",
     "with_slots": "slot",

@@ -106,31 +106,44 @@ def lift(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def apply_updates(train: Any, updates: Any) -> Any:
+def apply_updates(train: Any, updates: Any, shardings: Any = None) -> Any:
     """The new parameters; low-rank updates are added matrix by matrix, in place where `train` is donated.
 
     Arithmetic is float32, the result has the parameter's dtype (so bfloat16 weights lose what is below their
     resolution). Full-shape updates are added as `optax.apply_updates` does; None stays None.
+
+    shardings: a tree like `train`, of how its leaves lie on a mesh; a low-rank update is then formed part by part
+        where its weights are. Needed inside `jax.jit`, where an array does not know.
     """
 
-    def one(leaf: Any, update: Any) -> Any:
+    def one(leaf: Any, update: Any, sharding: Any = None) -> Any:
         if leaf is None:
             return None
         if isinstance(update, LowRank):
-            return _add_low_rank(jnp.asarray(leaf), jax.tree.map(jnp.asarray, update))
+            return _add_low_rank(jnp.asarray(leaf), jax.tree.map(jnp.asarray, update), sharding)
         return (leaf.astype(jnp.float32) + update.astype(jnp.float32)).astype(leaf.dtype)
 
-    return jax.tree.map(one, train, updates, is_leaf=lambda x: x is None)
+    trees = (updates,) if shardings is None else (updates, shardings)
+    return jax.tree.map(one, train, *trees, is_leaf=lambda x: x is None)
 
 
-def _add_low_rank(leaf: Array, update: LowRank) -> Array:
+def _matrix_sharding(matrix: Matrix, sharding: Any) -> NamedSharding | None:
+    """Of one matrix `[k, d]` of a leaf, where each of the two is a single axis."""
+    if not isinstance(sharding, NamedSharding) or len(matrix.in_axes) != 1 or len(matrix.out_axes) != 1:
+        return None
+    axes = (*sharding.spec, *(None,) * (len(matrix.shape) - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, PartitionSpec(axes[matrix.in_axes[0]], axes[matrix.out_axes[0]]))
+
+
+def _add_low_rank(leaf: Array, update: LowRank, sharding: Any) -> Array:
     matrix = update.matrix(leaf.shape)
+    part = _matrix_sharding(matrix, sharding)
     keep = 1 - update.decay
 
     def new_core(core: Array, factor: Array, key: Array) -> Array:
         """One matrix in the leaf's own layout, stack axes gone."""
         plan = update.matrix(core.shape)
-        change = from_stack(expand_matrix(factor, key, matrix.k, update.distribution)[None], plan)
+        change = from_stack(expand_matrix(factor, key, matrix.k, update.distribution, part)[None], plan)
         return (keep * core.astype(jnp.float32) + change).astype(core.dtype)
 
     if not matrix.batch:
@@ -150,12 +163,39 @@ def _add_low_rank(leaf: Array, update: LowRank) -> Array:
         if leading:
             new = new_core(core, take(factors), take(keys))
         else:
-            change = expand_matrix(take(factors), take(keys), matrix.k, update.distribution)
+            change = expand_matrix(take(factors), take(keys), matrix.k, update.distribution, part)
             new = (keep * core.astype(jnp.float32) + change).astype(core.dtype)
         return lax.dynamic_update_index_in_dim(buffer, new, i, 0)
 
     stack = lax.fori_loop(0, prod(matrix.batch), body, stack)
     return stack.reshape(leaf.shape) if leading else from_stack(stack, matrix)
+
+
+def sketch_shardings(spec: SketchSpec, train: Any, shardings: Any) -> Any:
+    """Shardings of gradients as `sketched_value_and_grad` returns them, on the mesh of the parameters.
+
+    A sketch `[..., r, d]` has lost the inputs of its kernel, so d is split over the mesh axes of both sides, as
+    far as they divide it. Dense gradients lie as their parameters do.
+
+    Args:
+      spec: that of the sketches.
+      train: parameters, or anything with their shapes.
+      shardings: a tree like `train`.
+    """
+
+    def one(matrix: Matrix | None, leaf: Any, sharding: Any) -> Any:
+        if matrix is None or not isinstance(sharding, NamedSharding):
+            return sharding
+        mesh = sharding.mesh
+        axes = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
+        split: tuple[str, ...] = ()
+        for place in (axes[a] for a in (*matrix.out_axes, *matrix.in_axes)):
+            for name in (place,) if isinstance(place, str) else place or ():
+                if matrix.d % prod(mesh.shape[n] for n in (*split, name)) == 0:
+                    split = (*split, name)
+        return NamedSharding(mesh, PartitionSpec(*(axes[a] for a in matrix.batch_axes), None, split))
+
+    return map_leaves(one, spec.matrices(train), train, shardings)
 
 
 def state_shardings(tx: optax.GradientTransformation, train: Any) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec
 
 from logra_jax._shapes import Array, Bool, Float
 from logra_jax.errors import UserError
@@ -145,6 +146,7 @@ def predict_kl(
     temperature: Any = 1.0,
     materialize: bool | None = None,
     chunk: int = _CHUNK,
+    head_sharding: NamedSharding | None = None,
 ) -> Callable[[Any], Float[Array, ""]]:
     """Returns the function updates -> q: the KL divergence in nats per token that a proposed step predicts.
 
@@ -169,6 +171,8 @@ def predict_kl(
       temperature: T, of the policy that the divergence is about.
       materialize: as in `sketched_value_and_grad`.
       chunk: see logits_fn.
+      head_sharding: on a mesh, how the `[D, V]` head of a `HiddenHead` lies; the logits of a chunk are split over
+        V in the same way.
 
     The updates are those the KL link sees: sketch-shaped (or full) at targets, full elsewhere, downhill.
     """
@@ -200,7 +204,7 @@ def predict_kl(
             raise UserError(f"predict_kl: the mask has shape {mask.shape}, the logits have positions {positions}")
         if isinstance(out, HiddenHead):
             head_dot = change.head if head_moves else None
-            total = _in_chunks(out.hidden, change.hidden, out.head, head_dot, mask, temperature, chunk)
+            total = _in_chunks(out.hidden, change.hidden, out.head, head_dot, mask, temperature, chunk, head_sharding)
         else:
             total = _weighted(out, change, mask, temperature)
         weight = jnp.sum(mask)
@@ -229,7 +233,14 @@ def _weighted(z: Array, z_dot: Array, mask: Array, temperature: Any) -> Float[Ar
 
 
 def _in_chunks(
-    hidden: Array, hidden_dot: Array, head: Array, head_dot: Any, mask: Array, temperature: Any, chunk: int
+    hidden: Array,
+    hidden_dot: Array,
+    head: Array,
+    head_dot: Any,
+    mask: Array,
+    temperature: Any,
+    chunk: int,
+    head_sharding: NamedSharding | None,
 ) -> Float[Array, ""]:
     """`_weighted` of hidden @ head, with the logits of about `chunk` positions at a time."""
     rows = math.prod(mask.shape[:-1])
@@ -246,7 +257,14 @@ def _in_chunks(
         return jnp.moveaxis(jnp.pad(x, pad).reshape(rows, count, width, *features), 1, 0)
 
     head = head.astype(hidden.dtype)
-    dot = partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+    def dot(h: Array, matrix: Array) -> Array:
+        if head_sharding is None:
+            return jnp.matmul(h, matrix, preferred_element_type=jnp.float32)
+        mesh, axes = head_sharding.mesh, head_sharding.spec
+        h = lax.with_sharding_constraint(h, NamedSharding(mesh, PartitionSpec()))
+        z = jnp.matmul(h, matrix, preferred_element_type=jnp.float32)
+        return lax.with_sharding_constraint(z, NamedSharding(mesh, PartitionSpec(None, None, *axes[1:])))
 
     def one(block: tuple[Array, Array, Array]) -> Array:
         h, h_dot, m = block

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from logra_jax._shapes import Array, Float, UInt32
 from logra_jax.optim.names import name_hash
@@ -62,11 +63,22 @@ def sketch_matrix(
 
 
 def expand_matrix(
-    factor: Float[Array, "r d"], key_data: UInt32[Array, "2"], k: int, distribution: str
+    factor: Float[Array, "r d"],
+    key_data: UInt32[Array, "2"],
+    k: int,
+    distribution: str,
+    sharding: NamedSharding | None = None,
 ) -> Float[Array, "{k} d"]:
-    """A^T D in float32: a sketch-shaped factor as a full matrix in the kernel's layout."""
+    """A^T D in float32: a sketch-shaped factor as a full matrix in the kernel's layout.
+
+    sharding: of the result `[k, d]`. Each device draws its own columns of A and receives its own of D.
+    """
     r = factor.shape[0]
     a = signs(key_data, r, k, distribution, jnp.float32)
+    if sharding is not None:
+        mesh, (rows, columns) = sharding.mesh, sharding.spec
+        a = lax.with_sharding_constraint(a, NamedSharding(mesh, PartitionSpec(None, rows)))
+        factor = lax.with_sharding_constraint(factor, NamedSharding(mesh, PartitionSpec(None, columns)))
     product = lax.dot_general(a, factor.astype(jnp.float32), (((0,), (0,)), ((), ())), precision=HIGHEST)
     return product * np.float32(r**-0.5)
 

@@ -71,6 +71,10 @@ class Slot:
         """Casts the kernel; the slot stays float32."""
         return replace(self, kernel=self.kernel.astype(dtype))
 
+    def constrain(self, sharding: Any) -> "Slot":
+        """Lays the kernel out as `sharding` says; keys and slot stay where they are."""
+        return replace(self, kernel=lax.with_sharding_constraint(self.kernel, sharding))
+
     def __rmatmul__(self, x: Any) -> Any:
         return sketch_matmul(jnp.asarray(x), self)
 

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
+from logra_jax.mesh import constrain
 
 LOGIT_FLOOR = -1e30  # stands for -inf: 0 * -1e30 is 0 where 0 * -inf is NaN, in the value and in the gradient
 LOG_RATIO_BOUND = 20.0  # exp(20) = 4.9e8: far beyond any useful ratio, far below float32's overflow
@@ -85,6 +87,7 @@ def token_logprobs(
     targets: Int[Array, "b c"],
     temperature: float | Array,
     chunk: int | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "b c"], Float[Array, "b c"]]:
     """(log softmax(hidden @ head / temperature)[targets], entropy in nats), both float32 [B, C].
 
@@ -92,7 +95,8 @@ def token_logprobs(
     output head, cut by the caller to the ids that may be sampled. chunk: positions of every row taken at a
     time, under `jax.checkpoint`, so that [B, chunk, V] is the largest array alive in either direction; None
     takes as many as keep it below 256 MiB. Chunks run along the positions, not over flattened tokens: rows
-    stay on their devices.
+    stay on their devices. mesh: its devices share the vocabulary of each chunk; the head comes split the same
+    way, and the few hidden states of a chunk go to all of them.
     """
     batch, length, _ = hidden.shape
     if chunk is None:
@@ -104,11 +108,13 @@ def token_logprobs(
 
     @jax.checkpoint
     def piece(hidden, targets):
-        logits = scaled_logits(hidden, head, temperature)
+        hidden = constrain(hidden, mesh, None, None, None)
+        logits = constrain(scaled_logits(hidden, head, temperature), mesh, None, None, "logits")
         # A comparison instead of a gather: no scatter in the gradient, and the vocabulary may be sharded.
         chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
         picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
-        return picked - jax.nn.logsumexp(logits, axis=-1), entropy_of(logits)
+        found = picked - jax.nn.logsumexp(logits, axis=-1), entropy_of(logits)
+        return tuple(constrain(x, mesh, "batch", None) for x in found)
 
     if count == 1:
         return piece(hidden, targets)

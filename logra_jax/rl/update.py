@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from logra_jax._shapes import Array, Bool, Float, Int
+from logra_jax.mesh import AxisTable, constrain
 from logra_jax.optim import (
     HiddenHead,
     SketchSpec,
@@ -17,6 +19,7 @@ from logra_jax.optim import (
     mismatch_average,
     predict_kl,
     sketch_count,
+    sketch_shardings,
     sketched_value_and_grad,
     step_ok,
 )
@@ -68,12 +71,13 @@ class Policy(NamedTuple):
         start, width = self.prompt_width, rows.tokens.shape[1] - self.prompt_width
         mask = attention_mask(rows.prompt_lengths, rows.lengths, start, width)
         hidden = self.model.hidden(params, rows.tokens[:, :-1], mask[:, :-1])
-        return HiddenHead(hidden[:, start - 1 :], self.model.head(params)[:, : self.vocab_size])
+        head = self.model.head(params)[:, : self.vocab_size].astype(hidden.dtype)
+        return HiddenHead(hidden[:, start - 1 :], constrain(head, self.model.mesh, None, "logits"))
 
     def logprobs(self, params: Tree, rows: Batch) -> tuple[Float[Array, "n c"], Float[Array, "n c"]]:
         """Log-probability at the sampling temperature and entropy (nats) of every completion position."""
         hidden, head = self.hidden_head(params, rows)
-        return token_logprobs(hidden, head, rows.tokens[:, self.prompt_width :], self.temperature)
+        return token_logprobs(hidden, head, rows.tokens[:, self.prompt_width :], self.temperature, mesh=self.model.mesh)
 
 
 def _means(sums: LossSums) -> dict[str, Array]:
@@ -165,6 +169,18 @@ def make_update(
     Metrics are float32 scalars; ``ok`` is False when a sketch or the prediction was not finite, and then nothing moved.
     """
 
+    places = None if state_shardings is None else state_shardings.train
+    head_sharding = None
+    if policy.model.mesh is not None and policy.model.mesh.size > 1:
+        head_sharding = NamedSharding(policy.model.mesh, AxisTable().spec((None, "logits")))
+
+    def laid_out(grads: Tree, like: Tree) -> Tree:
+        """Sketches in as many parts as there are devices, from the first micro-batch on."""
+        if places is None:
+            return grads
+        wanted = sketch_shardings(spec, like, places) if sketched else places
+        return jax.tree.map(jax.lax.with_sharding_constraint, grads, wanted)
+
     def gradient(train: Tree, frozen: Tree, batch: Batch, step: Array) -> tuple[LossSums, Tree]:
         # Counts of the whole step, so that the micro-batches add up to exactly one mean.
         total_tokens = jnp.sum(_valid_tokens(batch), dtype=jnp.float32)
@@ -185,10 +201,11 @@ def make_update(
                 (_, sums), grads = sketched_value_and_grad(value, spec, has_aux=True)(train, step=step)
             else:
                 (_, sums), grads = jax.value_and_grad(value, has_aux=True)(train)
-            return sums, grads
+            return sums, laid_out(grads, train)
 
         shapes = jax.eval_shape(of_rows, batch)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        sums, grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zeros = sums, laid_out(grads, train)
         return _over_micro_batches(of_rows, batch, micro_batch, zeros)
 
     def update(state: TrainState, frozen: Tree, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -209,7 +226,7 @@ def make_update(
         looped = policy._replace(model=policy.model.replace(scan_unroll=1))
         predicted = predict_kl(
             lambda train: looped.hidden_head(merge(train, frozen), probe), train, spec,
-            step=step, mask=probe_mask, temperature=policy.temperature,
+            step=step, mask=probe_mask, temperature=policy.temperature, head_sharding=head_sharding,
         )  # fmt: skip
 
         exact = looped._replace(model=looped.model.replace(compute_dtype="float32"))
@@ -225,7 +242,7 @@ def make_update(
             before = jax.lax.cond(batch.check, check_hidden, lambda _: zeros, train)
 
         updates, opt_state = tx.update(grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average)
-        new_train = apply_updates(train, updates)
+        new_train = apply_updates(train, updates, places)
 
         metrics["ok"] = step_ok(opt_state)
         if kl_control:
