@@ -179,7 +179,7 @@ def rows(name: str, plan: Plan) -> dict[str, float]:
 
 def as_json(name: str, plan: Plan, by_gpu: bool) -> dict[str, Any]:
     """A plan as plain values. total_gib: compiled bytes of the update; needed_gib: of both phases, with the reserve."""
-    figures: dict[str, Any] = {key: round(value, 4) for key, value in rows(name, plan).items()}
+    figures: dict[str, Any] = {key: round(value, 9) for key, value in rows(name, plan).items()}
     return figures | {"fits": plan.fits, "compiled_for": "gpu" if by_gpu else "cpu (estimate)"}
 
 
