@@ -108,7 +108,7 @@ class _Parts:
         self.state, self.state_shardings = build.state_layout(self.tx, self.train, self.everywhere)
 
     @staticmethod
-    def _array(shape: tuple[int, ...], dtype: Any, place: Any) -> jax.ShapeDtypeStruct:
+    def _array(shape: tuple[int, ...], dtype: Any, place: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
 
     @property
