@@ -176,7 +176,7 @@ def state_layout(
         places[1],
     )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), train)
-    mismatch = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
+    mismatch: Any = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
     return TrainState(shapes, opt_state, mismatch), TrainState(*places)
 
 
