@@ -1,14 +1,22 @@
 """From the settings of a run to its optimizer, its prompts and its grader. Used by the commands alone."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from logra_jax import optim
 from logra_jax.config import Config, check_paths, resolve_path
-from logra_jax.models import CausalLM
+from logra_jax.errors import UserError
+from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.models.hf import read_json
+from logra_jax.models.presets import PRESETS, differences
+from logra_jax.rl.loss import LossSettings
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
+from logra_jax.rl.rollout import Sampler
+from logra_jax.rl.update import Policy, TrainState, make_update
 
 
 def check_files(config: Config, *, trains: bool) -> None:
@@ -18,6 +26,40 @@ def check_files(config: Config, *, trains: bool) -> None:
     for path in (data.train if trains else None, data.eval):
         if path is not None:
             check_columns(resolve_path(path), [data.prompt_column, data.answer_column])
+
+
+def read_model_config(config: Config) -> ModelConfig:
+    """The sizes of the model in model.path, or, without a folder, those of model.preset. Raises UserError."""
+    settings = config.model
+    if not settings.path:
+        if settings.preset is None:
+            raise UserError("neither model.path nor model.preset is set: give a folder, or the name of a model")
+        changes = {"rope_theta": settings.rope_theta, "max_position_embeddings": settings.max_position_embeddings}
+        return PRESETS[settings.preset].replace(**{k: v for k, v in changes.items() if v is not None})
+    folder = resolve_path(settings.path)
+    shape = ModelConfig.from_hf(
+        read_json(folder, "config.json"),
+        where=str(folder / "config.json"),
+        rope_theta=settings.rope_theta,
+        max_position_embeddings=settings.max_position_embeddings,
+    )
+    if settings.preset is not None and (found := differences(settings.preset, shape)):
+        raise UserError(
+            f"model.path={settings.path} is not the model of model.preset={settings.preset}: {', '.join(found)}; "
+            "set model.preset=null, or give the right folder"
+        )
+    return shape
+
+
+def check_split(config: Config, fsdp: int) -> None:
+    """Refuse numbers of rows that the devices cannot share evenly. Raises UserError."""
+    for name, count in (("rollout.prompts", config.rollout.prompts), ("loss.micro_batch", config.loss.micro_batch)):
+        if count % fsdp:
+            divisors = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
+            raise UserError(
+                f"{name}={count} cannot be split over mesh.fsdp={fsdp} devices: use a multiple of {fsdp}, "
+                f"or mesh.fsdp from {divisors}"
+            )
 
 
 def make_grader(config: Config) -> Grader:
@@ -80,6 +122,11 @@ def make_spec(config: Config, model: CausalLM) -> optim.SketchSpec:
     )
 
 
+def densely_trained(config: Config) -> tuple[str, ...]:
+    """Regexes of the weights that are trained without being sketched: argument `dense` of `spec.split`."""
+    return (r".*",) if config.optimizer.others == "adamw" else ()
+
+
 def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTransformationExtraArgs:
     """The update rule, KL control around it, and a guard that turns a step that is not finite into none."""
     settings, kl = config.optimizer, config.kl
@@ -112,3 +159,68 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
         dense=dense,
     )
     return optax.chain(clip, tx)
+
+
+def state_layout(
+    tx: optax.GradientTransformation, train: Any, everywhere: jax.sharding.Sharding
+) -> tuple[TrainState, TrainState]:
+    """Abstract training state and its shardings; `train` may be abstract, but must carry shardings."""
+    places: tuple[Any, Any, Any] = (
+        jax.tree.map(lambda leaf: leaf.sharding, train),
+        optim.state_shardings(tx, train),
+        everywhere,
+    )
+    opt_state = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        jax.eval_shape(tx.init, train),
+        places[1],
+    )
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), train)
+    mismatch: Any = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
+    return TrainState(shapes, opt_state, mismatch), TrainState(*places)
+
+
+def make_sampler(
+    config: Config, model: CausalLM, vocab_size: int, temperature: float, top_p: float, top_k: int = 0
+) -> Sampler:
+    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
+    return Sampler(
+        model,
+        max_new_tokens=config.rollout.max_new_tokens,
+        end_ids=model.end_ids,
+        vocab_size=vocab_size,
+        pad_id=model.pad_id,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+    )
+
+
+def make_policy_update(
+    config: Config,
+    policy: Policy,
+    tx: optax.GradientTransformationExtraArgs,
+    spec: optim.SketchSpec,
+    state_shardings: TrainState,
+) -> Callable[..., Any]:
+    """The jitted update of a run: see `logra_jax.rl.update.make_update`."""
+    loss, kl = config.loss, config.kl
+    return make_update(
+        policy,
+        tx,
+        spec,
+        LossSettings(
+            aggregation=loss.aggregation,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            importance_cap=loss.importance_cap,
+            reference_kl=loss.reference_kl,
+        ),
+        sketched=config.optimizer.name == "logra",
+        kl_control=kl.control,
+        micro_batch=loss.micro_batch,
+        mismatch=kl.mismatch,
+        probe_tokens=kl.probe_tokens,
+        check_responses=kl.check_responses if kl.check_every else 0,
+        state_shardings=state_shardings,
+    )

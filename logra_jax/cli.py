@@ -28,13 +28,8 @@ class Command:
     dry_run: bool
 
 
-def parse(argv: Sequence[str] | None, program: str, description: str, trains: bool = True) -> Command:
-    """Read `[--config FILE] [--resume] [--overwrite] [--dry-run] [key=value ...]`; None: `sys.argv`.
-
-    trains: whether the command has the flags of a training run; without them they are all False.
-
-    Prints every key for `--help`. Unknown flags leave with code 2; a wrong file or key raises UserError.
-    """
+def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """A parser of `[--config FILE] [key=value ...]` that prints every key for `--help`."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=description,
@@ -43,10 +38,21 @@ def parse(argv: Sequence[str] | None, program: str, description: str, trains: bo
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; without it, the packaged demo")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace the file's")
+    return parser
+
+
+def parse(argv: Sequence[str] | None, program: str, description: str, trains: bool = True) -> Command:
+    """Read `[--config FILE] [--resume] [--overwrite] [--dry-run] [key=value ...]`; None: `sys.argv`.
+
+    trains: whether the command has the flags of a training run; without them they are all False.
+
+    Prints every key for `--help`. Unknown flags leave with code 2; a wrong file or key raises UserError.
+    """
+    parser = make_parser(program, description)
     parser.set_defaults(resume=False, overwrite=False, dry_run=False)
     if trains:
         _add_training_flags(parser)
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace the file's")
     found = parser.parse_intermixed_args(argv)
     if found.resume and found.overwrite:
         parser.error("--resume keeps what --overwrite deletes: give one of them")

@@ -250,6 +250,11 @@ def check_paths(config: Config, trains: bool = True) -> None:
             raise UserError(f"{key} is not set: give a JSONL or Parquet file")
         if not resolve_path(value).is_file():
             raise UserError(f"{key}={value}: no such file (current directory: {Path.cwd()})")
+    if not config.model.path and config.model.preset is not None:
+        raise UserError(
+            f"model.path is not set, and model.preset={config.model.preset} has no weights: it serves "
+            "python -m logra_jax.plan; fetch the model and give its folder as model.path"
+        )
     if not config.model.path:
         raise UserError("model.path is not set: give a folder in Hugging Face layout, or demo:model")
     if not (resolve_path(config.model.path) / "config.json").is_file():

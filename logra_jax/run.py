@@ -10,18 +10,15 @@ import numpy as np
 
 from logra_jax import build, models, optim
 from logra_jax.config import Config, check_lengths, resolve_path
-from logra_jax.errors import UserError
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
-from logra_jax.models.hf import read_json
 from logra_jax.rl import advantage
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate
 from logra_jax.rl.kl import draw_probe
-from logra_jax.rl.loss import LossSettings
 from logra_jax.rl.prompts import PromptOrder, PromptSet, require_rows
 from logra_jax.rl.reward import Grader
 from logra_jax.rl.rollout import Rollout, Sampler
 from logra_jax.rl.tokenizer import decode, load_tokenizer
-from logra_jax.rl.update import Batch, Policy, TrainState, make_score, make_update
+from logra_jax.rl.update import Batch, Policy, TrainState, make_score
 
 Tree = Any
 
@@ -42,13 +39,7 @@ class Evaluator:
         fsdp, tensor = config.mesh.fsdp, config.mesh.tensor
         self.mesh = make_mesh(fsdp or max(jax.device_count() // tensor, 1), tensor)
         self.rows_sharding = batch_sharding(self.mesh)
-        file = folder / "config.json"
-        self.shape = models.ModelConfig.from_hf(
-            read_json(folder, file.name),
-            where=str(file),
-            rope_theta=config.model.rope_theta,
-            max_position_embeddings=config.model.max_position_embeddings,
-        )
+        self.shape = build.read_model_config(config)
         check_lengths(config, self.shape.max_position_embeddings)
         self.held_out: PromptSet | None = None
         if config.data.eval is not None:
@@ -75,16 +66,7 @@ class Evaluator:
 
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
         """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
-        return Sampler(
-            self.model,
-            max_new_tokens=self.config.rollout.max_new_tokens,
-            end_ids=self.model.end_ids,
-            vocab_size=self.vocab_size,
-            pad_id=self.model.pad_id,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-        )
+        return build.make_sampler(self.config, self.model, self.vocab_size, temperature, top_p, top_k)
 
     def evaluate(self, params: Tree) -> Evaluation:
         """Accuracy and its kin on the held-out prompts, under the same noise at every call."""
@@ -130,7 +112,7 @@ class Run(Evaluator):
 
     def __init__(self, config: Config, grader: Grader, after_batch: Callable[[], object]):
         super().__init__(config, grader, after_batch)
-        self._check_batches()
+        build.check_split(config, self.mesh.shape["fsdp"])
         self.prompts = self._read(config.data.train)
         require_rows(self.prompts, config.rollout.prompts)
         self.order = PromptOrder(len(self.prompts), config.seed)
@@ -139,14 +121,6 @@ class Run(Evaluator):
         self.spec.matrices(empty.abstract_params())  # refuses targets and ranks that do not fit
         self.weights = self.load()
         self._build()
-
-    def _check_batches(self) -> None:
-        fsdp, rollout, loss = self.mesh.shape["fsdp"], self.config.rollout, self.config.loss
-        for name, count in (("rollout.prompts", rollout.prompts), ("loss.micro_batch", loss.micro_batch)):
-            if count % fsdp:
-                raise UserError(
-                    f"{name}={count} cannot be split over mesh.fsdp={fsdp} devices: use a multiple of {fsdp}"
-                )
 
     def _build(self) -> None:
         """State layout, sampler and jitted programs."""
@@ -157,43 +131,16 @@ class Run(Evaluator):
         train, self.frozen = self._split(self.shapes)
         self.tx = build.make_optimizer(config, self.spec)
         self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        places: tuple[Any, Any, Any] = (
-            jax.tree.map(lambda leaf: leaf.sharding, train),
-            optim.state_shardings(self.tx, train),
-            self.everywhere,
-        )
-        self.state_shardings = TrainState(*places)
+        self.abstract_state, self.state_shardings = build.state_layout(self.tx, train, self.everywhere)
         # The reference is copied because the first update writes over the weights that it would share.
         self.reference = jax.tree.map(jnp.copy, self._split(self.weights)[0]) if loss.reference_kl else None
         self.sampler = self.make_sampler(rollout.temperature, rollout.top_p, rollout.top_k)
         policy = Policy(self.model, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])
         self._score = make_score(policy, loss.micro_batch)
-        self._update = make_update(
-            policy,
-            self.tx,
-            self.spec,
-            LossSettings(
-                aggregation=loss.aggregation,
-                clip_low=loss.clip_low,
-                clip_high=loss.clip_high,
-                importance_cap=loss.importance_cap,
-                reference_kl=loss.reference_kl,
-            ),
-            sketched=config.optimizer.name == "logra",
-            kl_control=config.kl.control,
-            micro_batch=loss.micro_batch,
-            mismatch=config.kl.mismatch,
-            probe_tokens=config.kl.probe_tokens,
-            check_responses=config.kl.check_responses if config.kl.check_every else 0,
-            state_shardings=self.state_shardings,
-        )
-
-    @property
-    def _dense(self) -> tuple[str, ...]:
-        return (r".*",) if self.config.optimizer.others == "adamw" else ()
+        self._update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
 
     def _split(self, params: Tree) -> tuple[Tree, Tree]:
-        return self.spec.split(params, dense=self._dense)
+        return self.spec.split(params, dense=build.densely_trained(self.config))
 
     def initial_state(self) -> TrainState:
         """The state before the first update. Takes over the loaded weights: call it once."""
@@ -209,14 +156,8 @@ class Run(Evaluator):
     def abstract_checkpoint(self) -> dict[str, Tree]:
         """Shapes, dtypes, shardings of `pack`. Lets go of the loaded weights: the checkpoint has its own."""
         self.weights = None
-        train, _ = self._split(self.shapes)
-        opt_state = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            jax.eval_shape(self.tx.init, train),
-            self.state_shardings.opt_state,
-        )
-        mismatch = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.everywhere)
-        return {"params": self.shapes, "opt_state": opt_state, "mismatch": mismatch}
+        state = self.abstract_state
+        return {"params": self.shapes, "opt_state": state.opt_state, "mismatch": state.mismatch}
 
     def unpack(self, saved: dict[str, Tree]) -> TrainState:
         """The state from a checkpoint."""
@@ -319,7 +260,7 @@ class Run(Evaluator):
         """What is about to run, for people."""
         config, settings = self.config, self.config.optimizer
         kinds: dict[str, list[int]] = {}
-        for _, kind, _, size in self.spec.summary(self.shapes, self._dense):
+        for _, kind, _, size in self.spec.summary(self.shapes, build.densely_trained(config)):
             trained_as = "dense" if kind == "sketched" and settings.name != "logra" else kind
             kinds.setdefault(trained_as, []).append(size)
         weights = ", ".join(f"{sum(sizes):,} {kind} ({len(sizes)} tensors)" for kind, sizes in kinds.items())

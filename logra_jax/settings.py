@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from logra_jax.errors import UserError
+from logra_jax.models.presets import check_preset
 
 
 def _f(default: Any, help: str, within: str | None = None) -> Any:
@@ -25,6 +26,7 @@ class Model:
     """The language model, a folder in Hugging Face layout."""
 
     path: str = _f("", "folder of the model (demo:model is the packaged one)")
+    preset: str | None = _f(None, "a published model by name, to plan for one whose folder is not there yet")
     compute_dtype: Literal["float32", "bfloat16"] = _f("bfloat16", "number format of the matrix products")
     remat: Literal["none", "full"] = _f("full", "recompute activations in the backward pass to save memory")
     rope_theta: float | None = _f(None, "replaces the model's rotary base", "(0, inf)")
@@ -207,6 +209,8 @@ class Config:
 def check(config: Config) -> None:
     """Rules between settings (those of a single setting are checked when it is read). Raises UserError."""
     rollout, loss, kl = config.rollout, config.loss, config.kl
+    if config.model.preset is not None:
+        check_preset(config.model.preset)
     if rollout.generations == 1 and config.advantage.estimator != "running_baseline":
         raise UserError(
             f"rollout.generations=1 leaves advantage.estimator={config.advantage.estimator} nothing to "

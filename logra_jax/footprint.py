@@ -1,0 +1,204 @@
+"""Device memory of a training run, from the compiler, with shapes alone: no weights, no GPU.
+
+The programs are those of the trainer (`build.py`), lowered for devices that may be mere descriptions. All
+figures are bytes per device.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from logra_jax import build, optim
+from logra_jax.config import Config, check_lengths
+from logra_jax.errors import UserError
+from logra_jax.gpus import Target
+from logra_jax.mesh import batch_sharding, make_mesh, shardings
+from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.rl.update import Batch, Policy
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes per device. `update` and `rollout` are compiled totals: arguments + outputs - aliased + temporaries.
+
+    gradients: float32 sketches, or dense gradients, of the targets if split evenly over the devices; computed,
+    and part of temporaries. kv_cache: computed, and part of rollout. reference: copy of the trained weights
+    that a reference KL keeps, which is an argument of neither program.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    temporaries: int
+    kv_cache: int
+    update: int
+    rollout: int
+    reference: int
+
+    @property
+    def peak(self) -> int:
+        """The larger of the two phases; the optimizer state stays where it is during the rollout."""
+        return max(self.update, self.rollout + self.optimizer) + self.reference
+
+
+def absent_gpus(target: Target, count: int) -> Sequence[Any]:
+    """Devices that can be compiled for, but not run on. Raises UserError if the compiler refuses."""
+    from jax.experimental import topologies
+
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda", target_config=target.proto, topology=f"1x1x{count}", topology_name=target.name
+        )
+    except Exception as error:  # the plugin raises whatever it likes
+        raise UserError(f"cannot compile for {target.name}: {str(error).splitlines()[0]}") from error
+    return found.devices
+
+
+def measure(
+    config: Config, shape: ModelConfig, vocab_size: int, devices: Sequence[Any], rollout: bool = True
+) -> Footprint:
+    """Compile the update and, unless told otherwise, the rollout of `config` for `devices`.
+
+    vocab_size: tokens of the tokenizer. Raises UserError for a mesh that does not divide the model or the rows.
+    """
+    check_lengths(config, shape.max_position_embeddings)
+    parts = _Parts(config, shape, vocab_size, devices)
+    updated = parts.update().memory_analysis()
+    sampled = parts.rollout().memory_analysis() if rollout else None
+    return Footprint(
+        weights=_bytes(parts.train) + _bytes(parts.frozen),
+        optimizer=_bytes(parts.state.opt_state),
+        gradients=parts.gradients(),
+        temporaries=updated.temp_size_in_bytes,
+        kv_cache=parts.kv_cache(),
+        update=_total(updated),
+        rollout=_total(sampled) if sampled is not None else 0,
+        reference=_bytes(parts.train) if config.loss.reference_kl else 0,
+    )
+
+
+class _Parts:
+    """The abstract counterparts of what a `Run` holds."""
+
+    def __init__(self, config: Config, shape: ModelConfig, vocab_size: int, devices: Sequence[Any]):
+        self.config, self.vocab_size = config, vocab_size
+        settings, mesh = config.model, config.mesh
+        self.mesh = make_mesh(mesh.fsdp or max(len(devices) // mesh.tensor, 1), mesh.tensor, devices)
+        self.rows = batch_sharding(self.mesh)
+        self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        # Short stacks are unrolled on a CPU only, which these devices are not meant to be.
+        self.model = CausalLM(shape, settings.compute_dtype, settings.remat, scan_unroll=1)
+        shapes = self.model.abstract_params()
+        places = shardings(self.mesh, self.model.logical_axes(), shapes)
+        build.check_split(config, self.mesh.shape["fsdp"])
+        self.params = jax.tree.map(lambda x, place: self._array(x.shape, x.dtype, place), shapes, places)
+        self.spec = build.make_spec(config, self.model)
+        self.train, frozen = self.spec.split(self.params, dense=build.densely_trained(config))
+        # Weights that never change are kept in the precision they are computed with.
+        self.frozen = jax.tree.map(lambda x: self._array(x.shape, settings.compute_dtype, x.sharding), frozen)
+        self.tx = build.make_optimizer(config, self.spec)
+        self.state, self.state_shardings = build.state_layout(self.tx, self.train, self.everywhere)
+
+    @staticmethod
+    def _array(shape: tuple[int, ...], dtype: Any, place: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Widths of prompts, at their longest, and of answers."""
+        return self.config.data.max_prompt_length, self.config.rollout.max_new_tokens
+
+    def update(self) -> Any:
+        """The compiled update."""
+        config, array, rows = self.config, self._array, self.rows
+        count, (prompt, answer) = config.rollout.rows, self._widths
+        logprobs = array((count, answer), "float32", rows)
+        batch = Batch(
+            tokens=array((count, prompt + answer), "int32", rows),
+            prompt_lengths=array((count,), "int32", rows),
+            lengths=array((count,), "int32", rows),
+            stopped=array((count,), "bool", rows),
+            valid=array((count,), "bool", rows),
+            advantages=array((count,), "float32", rows),
+            rollout_logprobs=logprobs,
+            probe=array((config.kl.probe_responses,), "int32", self.everywhere),
+            check=array((), "bool", self.everywhere),
+            old_logprobs=logprobs if config.loss.updates_per_batch > 1 else None,
+            ref_logprobs=logprobs if config.loss.reference_kl else None,
+        )
+        policy = Policy(self.model, self.vocab_size, config.rollout.temperature, prompt)
+        update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
+        return _compile(update, self.state, self.frozen, batch)
+
+    def rollout(self) -> Any:
+        """The compiled sampling of one batch of answers."""
+        settings = self.config.rollout
+        sampler = build.make_sampler(
+            self.config, self.model, self.vocab_size, settings.temperature, settings.top_p, settings.top_k
+        )
+
+        def generate(params: Tree, tokens: Any, lengths: Any, ids: Any) -> Any:
+            return sampler.generate(params, tokens, lengths, ids, n=settings.generations, seed=0, update=0)
+
+        count, (prompt, _) = settings.prompts, self._widths
+        params = optim.merge(self.train, self.frozen)
+        tokens = self._array((count, prompt), "int32", self.rows)
+        numbers = self._array((count,), "int32", self.rows)
+        return _compile(jax.jit(generate), params, tokens, numbers, numbers)
+
+    def gradients(self) -> int:
+        """Bytes of all sketches, or of all dense gradients, over the number of devices."""
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(self.train))
+        if self.config.optimizer.name == "logra":
+            matrices = self.spec.matrices(self.train)
+            sketched = sum(prod(m.sketch_shape(self.spec.rank)) for m in matrices.values())
+            numbers += sketched - sum(prod(m.shape) for m in matrices.values())
+        return 4 * numbers // self.mesh.size
+
+    def kv_cache(self) -> int:
+        """Bytes of the keys and values of one device's rows at full length."""
+        rows = self.config.rollout.rows // self.mesh.shape["fsdp"]
+        cache = jax.eval_shape(lambda: self.model.init_cache(rows, sum(self._widths)))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.k, cache.v))
+
+
+def _compile(function: Any, *arguments: Any) -> Any:
+    return function.lower(*arguments).compile()
+
+
+def _total(memory: Any) -> int:
+    sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return sizes - memory.alias_size_in_bytes
+
+
+def _bytes(tree: Tree) -> int:
+    """Bytes that one device holds of abstract arrays with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def with_optimizer(config: Config, name: str) -> Config:
+    """The run as configured if that is its optimizer, else the paper's other one on the same weights.
+
+    The dense control is AdamW at 1e-6 without KL control; LoGRA takes steps of 6e-5 of the weights.
+    """
+    if config.optimizer.name == name:
+        return config
+    change = functools.partial(dataclasses.replace, config.optimizer, name=name, b1=None)
+    if name == "logra":
+        dense_rate = config.optimizer.learning_rate if config.optimizer.others == "adamw" else None
+        return dataclasses.replace(
+            config, optimizer=change(update_ratio=6e-5, learning_rate=None, others_learning_rate=dense_rate)
+        )
+    optimizer = change(update_ratio=None, learning_rate=1e-6, others_learning_rate=None)
+    return dataclasses.replace(
+        config, optimizer=optimizer, kl=dataclasses.replace(config.kl, control=False, check_every=0)
+    )

@@ -1,0 +1,229 @@
+"""The planner on a CPU: sizes against sums by hand, both forms of its output, and settings that cannot be planned."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from logra_jax import cli, plan
+from logra_jax.build import read_model_config
+from logra_jax.config import load_config
+from logra_jax.errors import UserError
+from logra_jax.footprint import Footprint, with_optimizer
+from logra_jax.gpus import GIB, GPUS, find_gpu
+
+ROOT = Path(__file__).parent.parent
+
+# tests/fixtures/tiny-qwen2-tied: its config.json, multiplied out by hand.
+LAYERS, HIDDEN, MLP, Q, KV, VOCAB = 3, 64, 160, 64, 32, 320
+MATRICES = [(HIDDEN, Q), (HIDDEN, KV), (HIDDEN, KV), (Q, HIDDEN), (HIDDEN, MLP), (HIDDEN, MLP), (MLP, HIDDEN)]
+TARGETS = LAYERS * sum(k * d for k, d in MATRICES)
+OUTPUTS = LAYERS * sum(d for _, d in MATRICES)
+NORMS_AND_BIASES = LAYERS * (2 * HIDDEN + Q + 2 * KV) + HIDDEN
+PROMPT, ANSWER, ROWS, RANK = 6, 10, 8, 8
+
+
+@pytest.fixture
+def settings(fixtures, command_settings):
+    """Settings of a tiny plan; `command_settings` has programs compiled without much optimisation."""
+    return [
+        f"model.path={fixtures / 'tiny-qwen2-tied'}",
+        "model.compute_dtype=bfloat16",
+        "steps=4",
+        f"data.max_prompt_length={PROMPT}",
+        f"rollout.max_new_tokens={ANSWER}",
+        "rollout.prompts=4",
+        "rollout.generations=2",
+        "loss.micro_batch=4",
+        f"optimizer.rank={RANK}",
+        "kl.probe_responses=2",
+        "kl.check_every=0",
+    ]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """As where no compiler for GPUs is installed."""
+    monkeypatch.setattr(plan, "has_compiler", lambda: False)
+
+
+def test_sizes_are_those_computed_by_hand(settings, on_cpu, capsys):
+    with jax.numpy_dtype_promotion("standard"):  # optax.adamw needs it
+        assert plan.main(["--gpus", "2", "--json", *settings]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert "ESTIMATE" in said.err
+    assert "logra-jax[plan]" in said.err
+    assert list(found) == ["logra", "adamw"]
+    # Two devices split all that has a dimension of the hidden size; biases and q/k/v outputs have none.
+    split_frozen = VOCAB * HIDDEN
+    weights = 4 * TARGETS // 2 + 2 * split_frozen // 2
+    slack = 2 * NORMS_AND_BIASES  # held whole at most, in bfloat16
+    rows = ROWS // 2
+    kv_cache = 2 * LAYERS * rows * (PROMPT + ANSWER) * KV * 2
+    for name, entry in found.items():
+        sizes = {key.removesuffix("_gib"): value for key, value in entry.items() if key.endswith("_gib")}
+        assert entry["compiled_for"] == "cpu (estimate)"
+        assert entry["fits"] is True
+        in_bytes = {key: value * GIB for key, value in sizes.items()}
+        rounding = 1e-9 * GIB
+        assert weights - rounding <= in_bytes["weights"] <= weights + slack + rounding
+        assert in_bytes["kv_cache"] == pytest.approx(kv_cache, abs=rounding)
+        moments = (4 * OUTPUTS // 2, 4 * OUTPUTS + 64) if name == "logra" else (4 * TARGETS, 4 * TARGETS + 64)
+        assert moments[0] <= in_bytes["optimizer"] <= moments[1]
+        gradients = 4 * RANK * OUTPUTS // 2 if name == "logra" else 4 * TARGETS // 2
+        assert in_bytes["sketches" if name == "logra" else "gradients"] == pytest.approx(gradients, abs=rounding)
+        # Arguments and outputs but for the donated state; the batch comes on top.
+        held = in_bytes["weights"] + in_bytes["optimizer"] + in_bytes["temporaries"]
+        assert held <= in_bytes["total"] <= held + 20_000
+        assert in_bytes["rollout"] >= in_bytes["weights"] + in_bytes["kv_cache"]
+        assert sizes["reserve"] == 1.25
+        larger = max(sizes["total"], sizes["rollout"] + sizes["optimizer"])
+        assert sizes["needed"] == pytest.approx(larger + 1.25, abs=1e-6)
+        assert sizes["left"] == pytest.approx(sizes["card"] - sizes["needed"], abs=1e-6)
+    assert found["adamw"]["optimizer_gib"] > 10 * found["logra"]["optimizer_gib"]
+
+
+def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, monkeypatch):
+    gib = Footprint(weights=9, optimizer=3, gradients=1, temporaries=30, kv_cache=4, update=42, rollout=20, reference=0)
+    fake = Footprint(**{key: value * GIB for key, value in vars(gib).items()})
+    monkeypatch.setattr("logra_jax.footprint.measure", lambda *args: fake)
+    argv = ["--gpu", "RTX 4090", *settings, "model.remat=none"]
+    assert plan.main(argv) == 0
+    said = capsys.readouterr().out
+    lines = {line[:50].strip(): line[50:].split() for line in said.splitlines()}
+    assert lines["GiB per GPU"] == ["logra", "adamw"]
+    assert lines["temporaries of the update"] == ["30.00", "30.00"]
+    assert lines["sketches / gradients (computed; in temporaries)"] == ["1.00", "1.00"]
+    assert lines["total: larger phase + estimate"] == ["42.75", "42.75"]  # one GPU has no collectives
+    assert lines["left"] == ["-19.15", "-19.15"]
+    assert "1 x rtx4090-24gb (23.6 GiB each), mesh fsdp=1 tensor=1; ESTIMATE" in said
+    for part in (
+        "logra: DOES NOT FIT, 19.15 GiB too large; the largest part is the temporaries of the update (30.00 GiB)",
+        "set loss.micro_batch=1",
+        "set model.remat=full",
+        "lower optimizer.rank=8",
+        "use more than 1 GPU, or larger ones",
+        "use optimizer.name=logra",
+    ):
+        assert part in said
+
+
+def test_peak_counts_what_stays_during_the_rollout():
+    footprint = Footprint(5, 3, 0, 0, 0, update=10, rollout=8, reference=2)
+    assert footprint.peak == 8 + 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "h1000"], "neither a file nor a known GPU (did you mean h100-80gb?); known are h100-80gb, h200"),
+        (["--gpu", "a100"], "there are a100-80gb and a100-40gb"),
+        (["--gpus", "0"], "--gpus 0: give at least 1"),
+        (["--gpus", "3", "mesh.tensor=2"], "--gpus 3 is not a multiple of mesh.tensor=2: use --gpus 4"),
+        (["--gpus", "8", "mesh.fsdp=4"], "uses 4: set mesh.fsdp=8, or --gpus 4"),
+        (["--gpus", "3"], "mesh fsdp=3 does not divide embed_tokens/embedding: its embed dimension is 64; sizes"),
+        (["--gpus", "8"], "rollout.prompts=4 cannot be split over mesh.fsdp=8 devices: use a multiple of 8, or mesh"),
+        (["--gpus", "8", "rollout.prompts=8"], "loss.micro_batch=4 cannot be split over mesh.fsdp=8"),
+        (["model.path="], "neither model.path nor model.preset is set"),
+        (["rollout.max_new_tokens=2000"], "2006 tokens, but the model takes 1024"),
+        (["model.preset=qwen3-4"], "model.preset='qwen3-4' is not known: did you mean qwen3-4b?"),
+        (["model.preset=qwen3-4b"], "is not the model of model.preset=qwen3-4b: model_type qwen2 (preset: qwen3)"),
+    ],
+)
+def test_bad_input(arguments, message, settings, on_cpu, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(lambda: plan.main([*settings, *arguments]))
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_describes_a_gpu(tmp_path):
+    file = tmp_path / "card.txtpb"
+    file.write_text(GPUS["l4-24gb"].proto())
+    assert find_gpu(str(file)) == ("NVIDIA L4", round(22.0 * GIB), GPUS["l4-24gb"].proto())
+    file.write_text("nothing")
+    with pytest.raises(UserError, match="has no device_memory_size"):
+        find_gpu(str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("H100", "h100-80gb"), ("rtx-4090", "rtx4090-24gb"), ("NVIDIA A100 40GB", "a100-40gb")]
+)
+def test_names_of_gpus(text, name):
+    assert find_gpu(text).name == name
+
+
+def test_description_of_a_gpu():
+    proto = GPUS["a100-40gb"].proto()
+    assert "cuda_compute_capability { major: 8 }" in proto
+    assert "fpus_per_core: 64" in proto
+    assert f"shared_memory_per_block_optin: {163 * 1024}" in proto
+    assert "cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }" in GPUS["h100-80gb"].proto()
+
+
+def test_the_other_optimizer():
+    logra = load_config(None)
+    adamw = with_optimizer(logra, "adamw")
+    assert with_optimizer(logra, "logra") is logra
+    assert (adamw.optimizer.learning_rate, adamw.optimizer.update_ratio, adamw.kl.control) == (1e-6, None, False)
+    assert with_optimizer(adamw, "logra").optimizer.update_ratio == 6e-5
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5, 6, 9])
+def test_bisection(limit):
+    tried = []
+    fits = lambda value: tried.append(value) or value <= limit
+    expected = max((value for value in (1, 2, 4, 6, 8) if value <= limit), default=None)
+    assert plan.largest_fitting((1, 2, 4, 6, 8), fits) == expected
+    assert len(tried) <= 3
+
+
+def test_search_tries_what_the_run_allows():
+    config = load_config(ROOT / "configs/paper/qwen2.5-math-1.5b.yaml", ["rollout.prompts=12"])
+
+    def fits(changed):
+        rows = changed.rollout.rows
+        assert rows % changed.loss.micro_batch == 0
+        assert changed.loss.micro_batch % 4 == 0
+        return rows <= 36 and changed.rollout.max_new_tokens <= 2600 and changed.loss.micro_batch <= 4
+
+    small = load_config(
+        ROOT / "configs/paper/qwen2.5-math-1.5b.yaml", ["rollout.prompts=12", "rollout.max_new_tokens=9"]
+    )
+    shape = read_model_config(config)
+    assert plan.search(small, 4, fits, shape) == {
+        "loss.micro_batch": 4,
+        "rollout.max_new_tokens": 2560,
+        "rollout.generations": 3,
+    }
+    assert plan.search(config, 4, fits, shape)["loss.micro_batch"] is None
+
+
+@pytest.mark.parametrize("size", ["1.5b", "7b"])
+def test_the_recipe_of_the_paper(size):
+    config = load_config(ROOT / f"configs/paper/qwen2.5-math-{size}.yaml")
+    assert (config.rollout.rows, config.loss.importance_cap, config.optimizer.update_ratio) == (128, 2.0, 6e-5)
+    longest = config.data.max_prompt_length + config.rollout.max_new_tokens
+    assert longest == 4096 == read_model_config(config).max_position_embeddings
+    assert (config.advantage.estimator, config.advantage.failure_reward) == ("running_baseline", -0.01)
+    assert (config.eval.temperature, config.eval.top_p, config.eval.samples) == (0.7, 0.7, 4)
+    assert read_model_config(config).hidden_size == {"1.5b": 1536, "7b": 3584}[size]
+
+
+def test_training_refuses_a_preset_without_weights(tmp_path):
+    from logra_jax.config import check_paths
+
+    (tmp_path / "rows.jsonl").write_text("")
+    config = load_config(
+        ROOT / "configs/paper/qwen2.5-math-7b.yaml", [f"data.train={tmp_path / 'rows.jsonl'}", "data.eval=null"]
+    )
+    with pytest.raises(UserError, match=r"model.preset=qwen2.5-math-7b has no weights.*give its folder as model.path"):
+        check_paths(config)
+
+
+def test_presets_and_gpus_need_no_jax():
+    code = "import sys, logra_jax.plan, logra_jax.models.presets; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
