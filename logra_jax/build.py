@@ -90,13 +90,13 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
         clip = optax.clip_by_global_norm(settings.max_grad_norm)
     if settings.name == "adamw":
         b1 = 0.9 if settings.b1 is None else settings.b1
-        tx = optax.adamw(schedule, b1, settings.b2, settings.eps, weight_decay=settings.weight_decay)
+        tx = optim.in_float32(optax.adamw(schedule, b1, settings.b2, settings.eps, weight_decay=settings.weight_decay))
         link = optax.identity() if budget is None else optim.scale_by_predicted_kl(budget, kl.alpha_max)
         return optim.guard_nonfinite(optax.chain(clip, tx, link))
     dense = None
     if settings.others == "adamw":
         rate = settings.others_learning_rate
-        dense = optax.adamw(schedule if rate is None else rate, 0.9, settings.b2, settings.eps)
+        dense = optim.in_float32(optax.adamw(schedule if rate is None else rate, 0.9, settings.b2, settings.eps))
     by_ratio = settings.update_ratio is not None
     tx = optim.logra(
         spec,
