@@ -190,26 +190,41 @@ def _write(value: Array, stored: tuple[Array, ...], key: Any) -> tuple[Array, ..
 def _in_place(new_core: Callable[..., tuple[Array, ...]], stacks: tuple[Array, ...], *others: Any) -> Any:
     """new_core(cores, *others) for each place of the stacks, written over them.
 
-    A loop that writes into its carry reuses the donated buffers; a scan would hold all weights twice.
+    A loop that writes into its carry reuses the donated buffers; a scan would hold all weights twice. bfloat16
+    is carried as integers: where a backend lacks its arithmetic (CPUs), XLA would convert whole stacks to
+    float32 and back to write one matrix.
     """
 
     def body(i: Array, buffers: tuple[Array, ...]) -> tuple[Array, ...]:
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
-        new = new_core(*jax.tree.map(take, (buffers, *others)))
-        return tuple(lax.dynamic_update_index_in_dim(b, n, i, 0) for b, n in zip(buffers, new, strict=True))
+        cores = tuple(_as(take(b), x.dtype) for b, x in zip(buffers, stacks, strict=True))
+        new = new_core(cores, *jax.tree.map(take, others))
+        return tuple(
+            lax.dynamic_update_index_in_dim(b, _as(n, b.dtype), i, 0) for b, n in zip(buffers, new, strict=True)
+        )
 
-    return lax.fori_loop(0, stacks[0].shape[0], body, stacks)
+    carried = tuple(_as(x, jnp.uint16 if needs_rounding(x) else x.dtype) for x in stacks)
+    carried = lax.fori_loop(0, stacks[0].shape[0], body, carried)
+    return tuple(_as(b, x.dtype) for b, x in zip(carried, stacks, strict=True))
+
+
+def _as(x: Array, dtype: Any) -> Array:
+    """The same bits under another dtype."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def _add_dense(stored: tuple[Array, ...], update: Array, key: Any) -> tuple[Array, ...]:
     def add(stored: tuple[Array, ...], update: Array, key: Any) -> tuple[Array, ...]:
         return _write(_read(stored) + update.astype(jnp.float32), stored, key)
 
+    # One matrix at a time, so that their sums in float32 never exist together.
+    if len(stored) == 2 and update.ndim > 2:
+        return _in_place(add, stored, update, key)
     if key is None or key.ndim == 1:
         return add(stored, update, key)
-    if stored[0].shape[0] == key.shape[0]:
+    if update.shape[0] == key.shape[0]:
         return _in_place(add, stored, update, key)
     # Matrices stacked along other axes: the first one's key has bits enough for all of them.
     return add(stored, update, key[0])

@@ -20,6 +20,7 @@ from logra_jax._shapes import Array, Float, UInt32
 from logra_jax.errors import UserError
 from logra_jax.optim.names import name_hash
 from logra_jax.optim.spec import SketchSpec, path_string
+from logra_jax.optim.twin import ROTATIONS
 
 _ROUNDING = 1  # folded into a weight's key, so that rounding and projection have different bits
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
@@ -38,9 +39,7 @@ def round_stochastic(x: Float[Array, "*shape"], key_data: UInt32[Array, "2"]) ->
     number. The random word of an element depends on the key and the element's flat index alone, so the result
     is the same however x is sharded.
     """
-    key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
-    with jax.threefry_partitionable(True):
-        noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    noise = _words(key_data, x.shape) & jnp.uint32(0xFFFF)
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     # Neighbours in magnitude are neighbours as integers, also across powers of 2 and among subnormal numbers.
     moved = (bits + noise) >> jnp.uint32(16)
@@ -50,11 +49,34 @@ def round_stochastic(x: Float[Array, "*shape"], key_data: UInt32[Array, "2"]) ->
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
+def _words(key_data: UInt32[Array, "2"], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """`jax.random.bits` of a key, in its partitionable layout, for up to 2^32 elements.
+
+    Written out because jax's own is a call of a compiled kernel, whose counters and words would be arrays
+    of several times the weight's size; this fuses with what uses it.
+    """
+    low = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        low = low * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, shape, axis)
+    first, second = key_data[0], key_data[1]
+    schedule = (first, second, first ^ second ^ jnp.uint32(0x1BD11BDA))
+    x, y = jnp.full(shape, first), low + second
+    for group in range(5):
+        for rotation in ROTATIONS[group % 2]:
+            x = x + y
+            y = ((y << jnp.uint32(rotation)) | (y >> jnp.uint32(32 - rotation))) ^ x
+        x = x + schedule[(group + 1) % 3]
+        y = y + schedule[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x ^ y
+
+
 def split(x: Float[Array, "*shape"]) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     """(high, low): x as the sum of two bfloat16 numbers, to 2^-17 of x or better; high is x to the nearest.
 
-    A pair is split into itself, also where low is half a step of high.
+    A pair is split into itself, also where low is half a step of high. Finite numbers above the largest of
+    bfloat16 become that one.
     """
+    x = jnp.where(jnp.isfinite(x), jnp.clip(x, -_LARGEST, _LARGEST), x)
     high = _nearest(x)
     held = join(high, _rest(x, high))
     high = _nearest(held)
@@ -72,10 +94,8 @@ def _rest(x: Array, high: Array) -> Array:
 
 
 def _nearest(x: Array) -> Array:
-    """To the nearest, but finite numbers above the largest of bfloat16 become that one, not infinite."""
-    bound = jnp.where(jnp.isfinite(x), jnp.clip(x, -_LARGEST, _LARGEST), x)
     # XLA may drop a conversion down and up again as excess precision; this one has to happen.
-    return lax.reduce_precision(bound, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
 
 
 def init_residual(train: Any) -> Any:
