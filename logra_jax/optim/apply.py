@@ -190,29 +190,19 @@ def _write(value: Array, stored: tuple[Array, ...], key: Any) -> tuple[Array, ..
 def _in_place(new_core: Callable[..., tuple[Array, ...]], stacks: tuple[Array, ...], *others: Any) -> Any:
     """new_core(cores, *others) for each place of the stacks, written over them.
 
-    A loop that writes into its carry reuses the donated buffers; a scan would hold all weights twice. bfloat16
-    is carried as integers: where a backend lacks its arithmetic (CPUs), XLA would convert whole stacks to
-    float32 and back to write one matrix.
+    A loop that writes into its carry reuses the donated buffers; a scan would hold all weights twice.
     """
 
     def body(i: Array, buffers: tuple[Array, ...]) -> tuple[Array, ...]:
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
-        cores = tuple(_as(take(b), x.dtype) for b, x in zip(buffers, stacks, strict=True))
+        # Were reading and writing fused, XLA would copy the stack, lest it write over what it still reads.
+        cores = lax.optimization_barrier(jax.tree.map(take, buffers))
         new = new_core(cores, *jax.tree.map(take, others))
-        return tuple(
-            lax.dynamic_update_index_in_dim(b, _as(n, b.dtype), i, 0) for b, n in zip(buffers, new, strict=True)
-        )
+        return tuple(lax.dynamic_update_index_in_dim(b, n, i, 0) for b, n in zip(buffers, new, strict=True))
 
-    carried = tuple(_as(x, jnp.uint16 if needs_rounding(x) else x.dtype) for x in stacks)
-    carried = lax.fori_loop(0, stacks[0].shape[0], body, carried)
-    return tuple(_as(b, x.dtype) for b, x in zip(carried, stacks, strict=True))
-
-
-def _as(x: Array, dtype: Any) -> Array:
-    """The same bits under another dtype."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+    return lax.fori_loop(0, stacks[0].shape[0], body, stacks)
 
 
 def _add_dense(stored: tuple[Array, ...], update: Array, key: Any) -> tuple[Array, ...]:
