@@ -258,7 +258,11 @@ def test_the_result_does_not_depend_on_the_mesh(weights, fsdp, tensor) -> None:
 @pytest.mark.parametrize("mode", ["stochastic", "residual"])
 @pytest.mark.parametrize("kind", ["low rank", "full"])
 def test_weights_are_written_in_place(mode, kind) -> None:
-    """The donated buffers are those of the result; beside them are a few matrices, no second copy of the stack."""
+    """The donated buffers are those of the result; beside them are a few matrices, no second copy of the stack.
+
+    But for one in the stochastic mode on CPUs, which have no bfloat16 arithmetic, for XLA copies what it has
+    to convert to write to; compiled for a GPU there is none.
+    """
     layers, k, d = 32, 64, 128
     spec = SketchSpec(rank=4, targets=("w",))
     w = {"w": jnp.zeros((layers, k, d), BF16)}
@@ -275,7 +279,8 @@ def test_weights_are_written_in_place(mode, kind) -> None:
     step, state = (random, (w,)) if mode == "stochastic" else (pair, (w, init_residual(w)))
     memory = jax.jit(step, donate_argnums=0).lower(state, updates).compile().memory_analysis()
     assert memory.alias_size_in_bytes == len(state) * 2 * layers * k * d
-    assert memory.temp_size_in_bytes < 2 * layers * k * d / 4
+    copies = 1 if mode == "stochastic" and jax.default_backend() == "cpu" else 0
+    assert memory.temp_size_in_bytes < 2 * layers * k * d * (copies + 0.25)
 
 
 def test_keys_count_every_update_and_differ_between_weights(weights) -> None:
