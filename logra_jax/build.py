@@ -137,13 +137,13 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
         clip = optax.clip_by_global_norm(settings.max_grad_norm)
     if settings.name == "adamw":
         b1 = 0.9 if settings.b1 is None else settings.b1
-        tx = optax.adamw(schedule, b1, settings.b2, settings.eps, weight_decay=settings.weight_decay)
+        tx = optim.in_float32(optax.adamw(schedule, b1, settings.b2, settings.eps, weight_decay=settings.weight_decay))
         link = optax.identity() if budget is None else optim.scale_by_predicted_kl(budget, kl.alpha_max)
         return optim.guard_nonfinite(optax.chain(clip, tx, link))
     dense = None
     if settings.others == "adamw":
         rate = settings.others_learning_rate
-        dense = optax.adamw(schedule if rate is None else rate, 0.9, settings.b2, settings.eps)
+        dense = optim.in_float32(optax.adamw(schedule if rate is None else rate, 0.9, settings.b2, settings.eps))
     by_ratio = settings.update_ratio is not None
     tx = optim.logra(
         spec,
@@ -161,15 +161,18 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
     return optax.chain(clip, tx)
 
 
+def rounding(config: Config) -> str | None:
+    """How updated weights are rounded: None for float32 weights, which are not."""
+    return (config.model.rounding or "stochastic") if config.model.param_dtype == "bfloat16" else None
+
+
 def state_layout(
-    tx: optax.GradientTransformation, train: Any, everywhere: jax.sharding.Sharding
+    tx: optax.GradientTransformation, train: Any, everywhere: jax.sharding.Sharding, rounding: str | None
 ) -> tuple[TrainState, TrainState]:
     """Abstract training state and its shardings; `train` may be abstract, but must carry shardings."""
-    places: tuple[Any, Any, Any] = (
-        jax.tree.map(lambda leaf: leaf.sharding, train),
-        optim.state_shardings(tx, train),
-        everywhere,
-    )
+    own: Any = jax.tree.map(lambda leaf: leaf.sharding, train)
+    residual = rounding == "residual"
+    places: tuple[Any, Any, Any, Any] = (own, optim.state_shardings(tx, train), everywhere, own if residual else None)
     opt_state = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         jax.eval_shape(tx.init, train),
@@ -177,7 +180,7 @@ def state_layout(
     )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), train)
     mismatch: Any = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
-    return TrainState(shapes, opt_state, mismatch), TrainState(*places)
+    return TrainState(shapes, opt_state, mismatch, shapes if residual else None), TrainState(*places)
 
 
 def make_sampler(
@@ -218,6 +221,7 @@ def make_policy_update(
         ),
         sketched=config.optimizer.name == "logra",
         kl_control=kl.control,
+        rounding=rounding(config),
         micro_batch=loss.micro_batch,
         mismatch=kl.mismatch,
         probe_tokens=kl.probe_tokens,

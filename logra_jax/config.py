@@ -162,7 +162,9 @@ def _build(section: type, values: Mapping[str, Any], prefix: str, places: Mappin
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # A Literal beside None makes a Union of the older kind.
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def _convert(setting: Setting, value: Any, place: str) -> Any:

@@ -21,7 +21,8 @@ from logra_jax import cli
 from logra_jax.config import load_config, resolve_path
 from logra_jax.errors import UserError
 
-PARAMS = "params"  # name of the weights in a checkpoint's state
+# Names, in a checkpoint's state, of the weights, and of what bfloat16 weights lack of them.
+PARAMS, RESIDUAL = "params", "residual"
 
 
 class Origin(NamedTuple):
@@ -112,14 +113,20 @@ def _checkpoint_to_hf(src: Path, dst: Path, model_folder: Path | None, dtype: st
     flat = read_arrays(step, f"{PARAMS}.")
     if not flat:
         raise UserError(f"{step}: holds no {PARAMS}: it is not a checkpoint of this software")
-    params: dict[str, Any] = {}
+    rest = _nested(read_arrays(step, f"{RESIDUAL}."))
+    save_hf(model, _nested(flat), dst, dtype=dtype, overwrite=True, residual=rest)
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Arrays by dotted path as a tree, without the first part of the paths."""
+    tree: dict[str, Any] = {}
     for path, array in flat.items():
         *outer, leaf = path.split(".")[1:]
-        node = params
+        node = tree
         for name in outer:
             node = node.setdefault(name, {})
         node[leaf] = array
-    save_hf(model, params, dst, dtype=dtype, overwrite=True)
+    return tree
 
 
 def _find_step(src: Path) -> Path:

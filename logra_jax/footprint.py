@@ -95,17 +95,20 @@ class _Parts:
         self.rows = batch_sharding(self.mesh)
         self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         # Short stacks are unrolled on a CPU only, which these devices are not meant to be.
-        self.model = CausalLM(shape, settings.compute_dtype, settings.remat, scan_unroll=1)
+        self.model = CausalLM(shape, settings.compute_dtype, settings.remat, scan_unroll=1, mesh=self.mesh)
         shapes = self.model.abstract_params()
         places = shardings(self.mesh, self.model.logical_axes(), shapes)
         build.check_split(config, self.mesh.shape["fsdp"])
         self.params = jax.tree.map(lambda x, place: self._array(x.shape, x.dtype, place), shapes, places)
         self.spec = build.make_spec(config, self.model)
-        self.train, frozen = self.spec.split(self.params, dense=build.densely_trained(config))
+        train, frozen = self.spec.split(self.params, dense=build.densely_trained(config))
+        self.train = jax.tree.map(lambda x: self._array(x.shape, settings.param_dtype, x.sharding), train)
         # Weights that never change are kept in the precision they are computed with.
         self.frozen = jax.tree.map(lambda x: self._array(x.shape, settings.compute_dtype, x.sharding), frozen)
         self.tx = build.make_optimizer(config, self.spec)
-        self.state, self.state_shardings = build.state_layout(self.tx, self.train, self.everywhere)
+        self.state, self.state_shardings = build.state_layout(
+            self.tx, self.train, self.everywhere, build.rounding(config)
+        )
 
     @staticmethod
     def _array(shape: tuple[int, ...], dtype: Any, place: Any) -> Any:

@@ -1,6 +1,6 @@
 """What a run is made of: a model with its held-out prompts (`Evaluator`), and what training adds (`Run`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from logra_jax import build, models, optim
 from logra_jax.config import Config, check_lengths, resolve_path
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
+from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate
 from logra_jax.rl.kl import draw_probe
@@ -51,17 +52,21 @@ class Evaluator:
     def _read(self, path: str) -> PromptSet:
         return build.read_prompts(self.config, path, self.tokenizer, self.shape.vocab_size)
 
-    def load(self) -> Tree:
-        """Read the weights; sets `model`, which everything below needs."""
+    def load(self, dtypes: Mapping[str, str] | None = None) -> Tree:
+        """Read the weights; sets `model`, which everything below needs.
+
+        dtypes: by parameter path; parameters that are not in it keep the dtype of the folder.
+        """
         settings, empty = self.config.model, models.CausalLM(self.shape)
         model, weights = models.load_hf(
             resolve_path(settings.path),
+            dtypes or {},
             compute_dtype=settings.compute_dtype,
             shardings=shardings(self.mesh, empty.logical_axes(), empty.abstract_params()),
             rope_theta=settings.rope_theta,
             max_position_embeddings=settings.max_position_embeddings,
         )
-        self.model = model.replace(remat=settings.remat)
+        self.model = model.replace(remat=settings.remat, mesh=self.mesh)
         return weights
 
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
@@ -118,8 +123,9 @@ class Run(Evaluator):
         self.order = PromptOrder(len(self.prompts), config.seed)
         empty = models.CausalLM(self.shape)
         self.spec = build.make_spec(config, empty)
-        self.spec.matrices(empty.abstract_params())  # refuses targets and ranks that do not fit
-        self.weights = self.load()
+        trained, _ = self._split(empty.abstract_params())  # refuses targets and ranks that do not fit
+        paths = [path for path, _ in leaves_with_paths(trained)]
+        self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
         self._build()
 
     def _build(self) -> None:
@@ -130,8 +136,11 @@ class Run(Evaluator):
         )
         train, self.frozen = self._split(self.shapes)
         self.tx = build.make_optimizer(config, self.spec)
+        self.rounding = build.rounding(config)
         self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        self.abstract_state, self.state_shardings = build.state_layout(self.tx, train, self.everywhere)
+        self.abstract_state, self.state_shardings = build.state_layout(
+            self.tx, train, self.everywhere, self.rounding
+        )
         # The reference is copied because the first update writes over the weights that it would share.
         self.reference = jax.tree.map(jnp.copy, self._split(self.weights)[0]) if loss.reference_kl else None
         self.sampler = self.make_sampler(rollout.temperature, rollout.top_p, rollout.top_k)
@@ -147,22 +156,28 @@ class Run(Evaluator):
         train, self.frozen = self._split(self.weights)
         self.weights = None  # the first update writes over them
         opt_state = jax.jit(self.tx.init, out_shardings=self.state_shardings.opt_state)(train)
-        return TrainState(train, opt_state, jax.device_put(jnp.zeros(()), self.everywhere))
+        residual = None
+        if self.rounding == "residual":
+            residual = jax.jit(optim.init_residual, out_shardings=self.state_shardings.residual)(train)
+        return TrainState(train, opt_state, jax.device_put(jnp.zeros(()), self.everywhere), residual)
 
     def pack(self, state: TrainState) -> dict[str, Tree]:
         """The state as a checkpoint holds it: all parameters, trained or not, in one tree."""
-        return {"params": self.params(state), "opt_state": state.opt_state, "mismatch": state.mismatch}
+        packed = {"params": self.params(state), "opt_state": state.opt_state, "mismatch": state.mismatch}
+        return packed if state.residual is None else packed | {"residual": state.residual}
 
     def abstract_checkpoint(self) -> dict[str, Tree]:
         """Shapes, dtypes, shardings of `pack`. Lets go of the loaded weights: the checkpoint has its own."""
         self.weights = None
         state = self.abstract_state
-        return {"params": self.shapes, "opt_state": state.opt_state, "mismatch": state.mismatch}
+        packed = {"params": self.shapes, "opt_state": state.opt_state, "mismatch": state.mismatch}
+        return packed | {"residual": state.residual} if self.rounding == "residual" else packed
 
     def unpack(self, saved: dict[str, Tree]) -> TrainState:
         """The state from a checkpoint."""
         train, self.frozen = self._split(saved["params"])
-        return TrainState(train, saved["opt_state"], saved["mismatch"])
+        residual = saved["residual"] if self.rounding == "residual" else None
+        return TrainState(train, saved["opt_state"], saved["mismatch"], residual)
 
     def params(self, state: TrainState) -> Tree:
         """All parameters of the policy."""
@@ -254,7 +269,7 @@ class Run(Evaluator):
 
     def export(self, state: TrainState, folder: Any) -> None:
         """Write the policy as a Hugging Face folder."""
-        models.save_hf(self.model, self.params(state), folder, overwrite=True)
+        models.save_hf(self.model, self.params(state), folder, overwrite=True, residual=state.residual)
 
     def summary(self) -> str:
         """What is about to run, for people."""

@@ -28,6 +28,14 @@ class Model:
     path: str = _f("", "folder of the model (demo:model is the packaged one)")
     preset: str | None = _f(None, "a published model by name, to plan for one whose folder is not there yet")
     compute_dtype: Literal["float32", "bfloat16"] = _f("bfloat16", "number format of the matrix products")
+    param_dtype: Literal["float32", "bfloat16"] = _f(
+        "float32", "number format that trained weights are kept in; frozen ones keep that of the folder"
+    )
+    rounding: Literal["stochastic", "residual"] | None = _f(
+        None,
+        "param_dtype=bfloat16: how updates below its resolution add up, by random rounding, or in a second "
+        "bfloat16 number per weight that holds what rounding lost; null: stochastic",
+    )
     remat: Literal["none", "full"] = _f("full", "recompute activations in the backward pass to save memory")
     rope_theta: float | None = _f(None, "replaces the model's rotary base", "(0, inf)")
     max_position_embeddings: int | None = _f(None, "replaces the model's longest sequence", "[1, inf)")
@@ -230,6 +238,11 @@ def check(config: Config) -> None:
                 f"kl.{key}={count} is more than the {rollout.rows} answers of an update "
                 f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
             )
+    if config.model.rounding is not None and config.model.param_dtype != "bfloat16":
+        raise UserError(
+            f"model.rounding={config.model.rounding} has no effect with model.param_dtype="
+            f"{config.model.param_dtype}: leave it out, or set model.param_dtype=bfloat16"
+        )
     _check_batches(config)
     _check_optimizer(config)
     if config.eval.samples > 1 and config.eval.temperature == 0:

@@ -193,6 +193,7 @@ TOGETHER = [
     (["optimizer.update_ratio=null"], ["optimizer.update_ratio", "optimizer.learning_rate"]),
     (["optimizer.name=adamw"], ["optimizer.update_ratio=6e-05", "adamw", "optimizer.learning_rate"]),
     (["optimizer.name=adamw", "optimizer.update_ratio=null"], ["optimizer.learning_rate is required"]),
+    (["model.rounding=residual"], ["model.rounding=residual", "no effect", "model.param_dtype=bfloat16"]),
     (["optimizer.others=adamw"], ["optimizer.others_learning_rate"]),
     (["optimizer.others_learning_rate=1e-6"], ["no effect", "optimizer.others=frozen"]),
     (["optimizer.warmup=100"], ["optimizer.warmup=100", "steps=100"]),

@@ -34,8 +34,9 @@ def load_hf(
 ) -> tuple[CausalLM, Params]:
     """Load a Qwen2, Qwen2.5, Qwen3 or Llama folder as `(model, params)`.
 
-    dtype: of the parameters, "float32" or "bfloat16", whatever the file stores. compute_dtype: of the
-        activations, by default the same.
+    dtype: of the parameters, "float32" or "bfloat16", whatever the file stores; or a mapping from parameter
+        paths to those, where a parameter that is not in it stays as stored (float16 and mixed stacks become
+        float32). compute_dtype: of the activations, by default the same; to be given with a mapping.
     shardings: tree like the parameters, of shardings to place each leaf with (default: one device).
     rope_theta, max_position_embeddings: override config.json, and are saved by `save_hf`.
 
@@ -43,7 +44,11 @@ def load_hf(
     damaged, or of a model that this decoder does not compute exactly; nothing is ever skipped or made up.
     """
     folder = Path(folder)
-    dtype = check_dtype("dtype", dtype)
+    asked = dict(dtype) if isinstance(dtype, Mapping) else None
+    if asked is None:
+        dtype = check_dtype("dtype", dtype)
+    elif compute_dtype is None:
+        raise UserError("load_hf: with a mapping of dtypes, compute_dtype has to be given")
     compute_dtype = dtype if compute_dtype is None else check_dtype("compute_dtype", compute_dtype)
     raw = read_json(folder, "config.json")
     config = ModelConfig.from_hf(
@@ -60,14 +65,23 @@ def load_hf(
     table = name_table(config)
     places = None if shardings is None else flatten_dict(shardings, sep="/")
     loaded: dict[str, jax.Array] = {}
-    for path, leaf in flatten_dict(model.abstract_params(dtype), sep="/").items():
-        stack = np.empty(leaf.shape, DTYPES[CODES[dtype]])
+    shapes = flatten_dict(model.abstract_params(), sep="/")
+    if unknown := set(asked or ()) - set(shapes):
+        raise UserError(f"load_hf: dtype names {listing(unknown)}, which are no parameters of this model")
+    for path, leaf in shapes.items():
         names = table[path].names(config.num_hidden_layers)
+        kind = dtype if asked is None else asked.get(path) or _stored_dtype(home[n].entries[n].dtype for n in names)
+        stack = np.empty(leaf.shape, DTYPES[CODES[check_dtype("dtype", kind)]])
         for row, name in zip(stack if path.startswith("layers/") else [stack], names, strict=True):
             value = home[name].read(name)
             row[...] = value.T if table[path].transpose else value
         loaded[path] = jax.device_put(stack, None if places is None else places[path])
     return model, unflatten_dict(loaded, sep="/")
+
+
+def _stored_dtype(codes: Iterable[str]) -> str:
+    """The dtype that holds tensors of these file codes as they are."""
+    return "bfloat16" if set(codes) == {"BF16"} else "float32"
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -37,7 +37,15 @@ SIDE_FILES = (
 Layout = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # file -> tensor -> dtype code and shape
 
 
-def save_hf(model: CausalLM, params: Params, folder: str | Path, *, dtype: Any = None, overwrite: bool = False) -> None:
+def save_hf(
+    model: CausalLM,
+    params: Params,
+    folder: str | Path,
+    *,
+    dtype: Any = None,
+    overwrite: bool = False,
+    residual: Params | None = None,
+) -> None:
     """Write `params` as a Hugging Face folder that other software can load.
 
     With `model.source`, the tensor names, shards, index, per-tensor dtypes, config.json, tokenizer, template
@@ -45,6 +53,9 @@ def save_hf(model: CausalLM, params: Params, folder: str | Path, *, dtype: Any =
     copy of bfloat16 weights is rounded back. `dtype` ("float32" or "bfloat16") stores all tensors in that
     dtype instead. A tied head is left out. Without a source, one file and a config.json are written, in the
     dtypes of the parameters.
+
+    residual: what bfloat16 parameters lack of the weights, in a tree like theirs with None where there is
+        none. A tensor that is stored as bfloat16 is the parameter alone, any other the sum of the two.
 
     The folder appears complete or not at all: it is written beside its place and renamed. Raises UserError if
     it exists and `overwrite` is not set, if the source is gone or no longer fits, or if a value overflows
@@ -62,7 +73,7 @@ def save_hf(model: CausalLM, params: Params, folder: str | Path, *, dtype: Any =
     partial = folder.with_name(f".{folder.name}.partial-{mark}")
     partial.mkdir()
     try:
-        read = _reader(model, flat, layout)
+        read = _reader(model, flat, layout, {} if residual is None else flatten_dict(residual, sep="/"))
         for name, tensors in layout.items():
             write_tensor_file(partial / name, tensors, read, metadata[name])
         (partial / "config.json").write_bytes(config)
@@ -132,7 +143,9 @@ def _layout(
     return layout, metadata
 
 
-def _reader(model: CausalLM, flat: Mapping[str, jax.Array], layout: Layout) -> Callable[[str], np.ndarray]:
+def _reader(
+    model: CausalLM, flat: Mapping[str, jax.Array], layout: Layout, residual: Mapping[str, Any]
+) -> Callable[[str], np.ndarray]:
     """A function that fetches one tensor from the devices, in file orientation and dtype."""
     table = name_table(model.config)
     codes = {name: code for tensors in layout.values() for name, (code, _) in tensors.items()}
@@ -140,8 +153,13 @@ def _reader(model: CausalLM, flat: Mapping[str, jax.Array], layout: Layout) -> C
 
     def read(name: str) -> np.ndarray:
         path, layer = place[name]
-        leaf = flat[path][layer] if path.startswith("layers/") else flat[path]
-        value = np.asarray(jax.device_get(leaf))
+
+        def fetch(leaf: Any) -> np.ndarray:
+            return np.asarray(jax.device_get(leaf[layer] if path.startswith("layers/") else leaf))
+
+        value, rest = fetch(flat[path]), residual.get(path)
+        if rest is not None and codes[name] != "BF16":
+            value = value.astype(np.float32) + fetch(rest).astype(np.float32)
         with np.errstate(over="ignore"):
             stored = value.astype(DTYPES[codes[name]])
         if codes[name] == "F16" and np.isfinite(value).all() and not np.isfinite(stored).all():

@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from logra_jax.optim.alias import logra as logra
     from logra_jax.optim.apply import LowRank as LowRank
     from logra_jax.optim.apply import apply_updates as apply_updates
+    from logra_jax.optim.apply import apply_with_residual as apply_with_residual
     from logra_jax.optim.apply import lift as lift
     from logra_jax.optim.apply import sketch_shardings as sketch_shardings
     from logra_jax.optim.apply import state_shardings as state_shardings
     from logra_jax.optim.guard import guard_nonfinite as guard_nonfinite
     from logra_jax.optim.guard import step_ok as step_ok
+    from logra_jax.optim.guard import update_count as update_count
     from logra_jax.optim.names import DEFAULT_TARGETS as DEFAULT_TARGETS
     from logra_jax.optim.names import name_hash as name_hash
     from logra_jax.optim.predicted_kl import HiddenHead as HiddenHead
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from logra_jax.optim.predicted_kl import mismatch_average as mismatch_average
     from logra_jax.optim.predicted_kl import predict_kl as predict_kl
     from logra_jax.optim.predicted_kl import scale_by_predicted_kl as scale_by_predicted_kl
+    from logra_jax.optim.rounding import in_float32 as in_float32
+    from logra_jax.optim.rounding import init_residual as init_residual
+    from logra_jax.optim.rounding import rounding_keys as rounding_keys
     from logra_jax.optim.row_adam import scale_by_row_adam as scale_by_row_adam
     from logra_jax.optim.sketching import sketch as sketch
     from logra_jax.optim.sketching import sketch_count as sketch_count
@@ -46,8 +51,11 @@ EXPORTS = {
     "Slot": "slot",
     "Target": "spec",
     "apply_updates": "apply",
+    "apply_with_residual": "apply",
     "cosine_budget": "predicted_kl",
     "guard_nonfinite": "guard",
+    "in_float32": "rounding",
+    "init_residual": "rounding",
     "kl_link": "predicted_kl",
     "lift": "apply",
     "logra": "alias",
@@ -55,6 +63,7 @@ EXPORTS = {
     "mismatch_average": "predicted_kl",
     "name_hash": "names",
     "predict_kl": "predicted_kl",
+    "rounding_keys": "rounding",
     "scale_by_predicted_kl": "predicted_kl",
     "scale_by_row_adam": "row_adam",
     "scale_by_update_ratio": "update_ratio",
@@ -66,6 +75,7 @@ EXPORTS = {
     "sketch_shardings": "apply",
     "state_shardings": "apply",
     "step_ok": "guard",
+    "update_count": "guard",
     "with_slots": "slot",
 }
 

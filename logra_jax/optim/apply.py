@@ -1,8 +1,8 @@
 """The last link of a chain, the low-rank updates it emits, and how they reach the weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from logra_jax._shapes import Array
 from logra_jax.errors import UserError
 from logra_jax.optim.links import needs_params, value_at
 from logra_jax.optim.projection import expand_leaf, expand_matrix, from_stack, to_stack, weight_keys
+from logra_jax.optim.rounding import join, needs_rounding, refuse_plain, round_stochastic, split
 from logra_jax.optim.spec import Matrix, SketchSpec, map_leaves
 
 
@@ -106,25 +107,73 @@ def lift(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def apply_updates(train: Any, updates: Any, shardings: Any = None) -> Any:
+def apply_updates(train: Any, updates: Any, shardings: Any = None, *, keys: Any = None) -> Any:
     """The new parameters; low-rank updates are added matrix by matrix, in place where `train` is donated.
 
-    Arithmetic is float32, the result has the parameter's dtype (so bfloat16 weights lose what is below their
-    resolution). Full-shape updates are added as `optax.apply_updates` does; None stays None.
+    Arithmetic is float32, the result has the parameter's dtype. Full-shape updates are added as
+    `optax.apply_updates` does; None stays None.
 
-    shardings: a tree like `train`, of how its leaves lie on a mesh; a low-rank update is then formed part by part
+    Args:
+      train, updates: parameters, and what the chain made of their gradients.
+      shardings: a tree like `train`, of how its leaves lie on a mesh; a low-rank update is then formed part by part
         where its weights are. Needed inside `jax.jit`, where an array does not know.
-    """
+      keys: from `rounding_keys`, to round bfloat16 parameters at random and without bias. Their other choice
+        is `apply_with_residual`.
 
-    def one(leaf: Any, update: Any, sharding: Any = None) -> Any:
+    Raises:
+      UserError: a parameter is bfloat16 and there are no keys; to the nearest, small updates would be lost.
+    """
+    parts = _apply(train, updates, keys=keys, shardings=shardings)
+    return jax.tree.map(lambda leaf, new: None if leaf is None else new[0], train, parts, is_leaf=_is_none)
+
+
+def apply_with_residual(train: Any, residual: Any, updates: Any, shardings: Any = None) -> tuple[Any, Any]:
+    """`apply_updates` for bfloat16 parameters whose lost digits are kept: new parameters, new residual.
+
+    The update is added to parameter + residual in float32, and the sum split again, in place where both are
+    donated.
+
+    Args:
+      train, updates, shardings: as in `apply_updates`.
+      residual: like `train`, from `init_residual` or the previous call.
+    """
+    parts = _apply(train, updates, residual=residual, shardings=shardings)
+
+    def pick(place: int) -> Any:
+        return jax.tree.map(
+            lambda leaf, new: None if leaf is None or len(new) <= place else new[place], train, parts, is_leaf=_is_none
+        )
+
+    return pick(0), pick(1)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _apply(train: Any, updates: Any, keys: Any = None, residual: Any = None, shardings: Any = None) -> Any:
+    """A tuple (new parameter,) or (new parameter, new residual) for each leaf of `train`."""
+    blank = jax.tree.map(lambda leaf: None, train)
+
+    def one(path: Any, leaf: Any, update: Any, key: Any, low: Any, sharding: Any) -> Any:
         if leaf is None:
             return None
+        if needs_rounding(leaf) and key is None and low is None:
+            refuse_plain(path)
+        stored = (jnp.asarray(leaf),) if low is None else (jnp.asarray(leaf), low)
         if isinstance(update, LowRank):
-            return _add_low_rank(jnp.asarray(leaf), jax.tree.map(jnp.asarray, update), sharding)
-        return (leaf.astype(jnp.float32) + update.astype(jnp.float32)).astype(leaf.dtype)
+            return _add_low_rank(stored, jax.tree.map(jnp.asarray, update), key, sharding)
+        return _add_dense(stored, jnp.asarray(update), key)
 
-    trees = (updates,) if shardings is None else (updates, shardings)
-    return jax.tree.map(one, train, *trees, is_leaf=lambda x: x is None)
+    return jax.tree.map_with_path(
+        one,
+        train,
+        updates,
+        blank if keys is None else keys,
+        blank if residual is None else residual,
+        blank if shardings is None else shardings,
+        is_leaf=_is_none,
+    )
 
 
 def _matrix_sharding(matrix: Matrix, sharding: Any) -> NamedSharding | None:
@@ -135,40 +184,75 @@ def _matrix_sharding(matrix: Matrix, sharding: Any) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec(axes[matrix.in_axes[0]], axes[matrix.out_axes[0]]))
 
 
-def _add_low_rank(leaf: Array, update: LowRank, sharding: Any) -> Array:
-    matrix = update.matrix(leaf.shape)
-    part = _matrix_sharding(matrix, sharding)
-    keep = 1 - update.decay
+def _read(stored: tuple[Array, ...]) -> Array:
+    """The float32 value of a parameter, with its residual if it has one."""
+    return join(*stored) if len(stored) == 2 else stored[0].astype(jnp.float32)
 
-    def new_core(core: Array, factor: Array, key: Array) -> Array:
-        """One matrix in the leaf's own layout, stack axes gone."""
-        plan = update.matrix(core.shape)
-        change = from_stack(expand_matrix(factor, key, matrix.k, update.distribution, part)[None], plan)
-        return (keep * core.astype(jnp.float32) + change).astype(core.dtype)
 
-    if not matrix.batch:
-        return new_core(leaf, update.factor, update.key_data)
-    factors = update.factor.reshape(-1, *update.factor.shape[-2:])
-    keys = update.key_data.reshape(-1, 2)
-    n = len(matrix.batch_axes)
-    leading = matrix.batch_axes == tuple(range(n))
-    # A loop that writes into its carry reuses the donated buffer; a scan would hold all weights twice.
-    stack = leaf.reshape(-1, *leaf.shape[n:]) if leading else to_stack(leaf, matrix)
+def _write(value: Array, stored: tuple[Array, ...], key: Any) -> tuple[Array, ...]:
+    """A float32 value in the form that `stored` has."""
+    if len(stored) == 2:
+        return split(value)
+    if needs_rounding(stored[0]):
+        return (round_stochastic(value, key),)
+    return (value.astype(stored[0].dtype),)
 
-    def body(i: Array, buffer: Array) -> Array:
+
+def _in_place(new_core: Callable[..., tuple[Array, ...]], stacks: tuple[Array, ...], *others: Any) -> Any:
+    """new_core(cores, *others) for each place of the stacks, written over them.
+
+    A loop that writes into its carry reuses the donated buffers; a scan would hold all weights twice.
+    """
+
+    def body(i: Array, buffers: tuple[Array, ...]) -> tuple[Array, ...]:
         def take(x: Array) -> Array:
             return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
-        core = take(buffer)
-        if leading:
-            new = new_core(core, take(factors), take(keys))
-        else:
-            change = expand_matrix(take(factors), take(keys), matrix.k, update.distribution, part)
-            new = (keep * core.astype(jnp.float32) + change).astype(core.dtype)
-        return lax.dynamic_update_index_in_dim(buffer, new, i, 0)
+        # Were reading and writing fused, XLA would copy the stack, lest it write over what it still reads.
+        cores = lax.optimization_barrier(jax.tree.map(take, buffers))
+        new = new_core(cores, *jax.tree.map(take, others))
+        return tuple(lax.dynamic_update_index_in_dim(b, n, i, 0) for b, n in zip(buffers, new, strict=True))
 
-    stack = lax.fori_loop(0, prod(matrix.batch), body, stack)
-    return stack.reshape(leaf.shape) if leading else from_stack(stack, matrix)
+    return lax.fori_loop(0, stacks[0].shape[0], body, stacks)
+
+
+def _add_dense(stored: tuple[Array, ...], update: Array, key: Any) -> tuple[Array, ...]:
+    def add(stored: tuple[Array, ...], update: Array, key: Any) -> tuple[Array, ...]:
+        return _write(_read(stored) + update.astype(jnp.float32), stored, key)
+
+    # One matrix at a time, so that their sums in float32 never exist together.
+    if len(stored) == 2 and update.ndim > 2:
+        return _in_place(add, stored, update, key)
+    if key is None or key.ndim == 1:
+        return add(stored, update, key)
+    if update.shape[0] == key.shape[0]:
+        return _in_place(add, stored, update, key)
+    # Matrices stacked along other axes: the first one's key has bits enough for all of them.
+    return add(stored, update, key[0])
+
+
+def _add_low_rank(stored: tuple[Array, ...], update: LowRank, key: Any, sharding: Any) -> tuple[Array, ...]:
+    shape = stored[0].shape
+    matrix = update.matrix(shape)
+    part = _matrix_sharding(matrix, sharding)
+    keep = 1 - update.decay
+
+    def add(stored: tuple[Array, ...], factor: Array, key_data: Array, key: Any) -> tuple[Array, ...]:
+        """One matrix in the layout of `stored`, stack axes gone."""
+        change = expand_matrix(factor, key_data, matrix.k, update.distribution, part)
+        if leading:
+            change = from_stack(change[None], update.matrix(stored[0].shape))
+        return _write(keep * _read(stored) + change, stored, key)
+
+    n = len(matrix.batch_axes)
+    leading = matrix.batch_axes == tuple(range(n))
+    if not matrix.batch:
+        return add(stored, update.factor, update.key_data, key)
+    stacks = tuple(x.reshape(-1, *shape[n:]) if leading else to_stack(x, matrix) for x in stored)
+    factors = update.factor.reshape(-1, *update.factor.shape[-2:])
+    keys = None if key is None else key.reshape(-1, 2)
+    stacks = _in_place(add, stacks, factors, update.key_data.reshape(-1, 2), keys)
+    return tuple(x.reshape(shape) if leading else from_stack(x, matrix) for x in stacks)
 
 
 def sketch_shardings(spec: SketchSpec, train: Any, shardings: Any) -> Any:

@@ -6,16 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from logra_jax._shapes import Array, Bool
+from logra_jax._shapes import Array, Bool, Int
 from logra_jax.errors import UserError
 from logra_jax.optim.links import all_finite, find_states
 from logra_jax.optim.predicted_kl import PredictedKLState
 
 
 class GuardState(NamedTuple):
-    """ok: whether the last update was usable. inner_state: the guarded transformation's state."""
+    """ok: whether the last update was usable. count: usable ones so far, int32. inner_state: that of the
+    guarded transformation."""
 
     ok: Bool[Array, ""]
+    count: Any
     inner_state: Any
 
 
@@ -32,7 +34,7 @@ def guard_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransform
     inner = optax.with_extra_args_support(tx)
 
     def init_fn(params: Any) -> GuardState:
-        return GuardState(jnp.asarray(True), inner.init(params))
+        return GuardState(jnp.asarray(True), jnp.zeros((), jnp.int32), inner.init(params))
 
     def update_fn(updates: Any, state: GuardState, params: Any = None, **extra_args: Any) -> Any:
         new, after = inner.update(updates, state.inner_state, params, **extra_args)
@@ -58,7 +60,8 @@ def guard_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransform
             lambda u: jnp.where(ok, u, jnp.zeros((), u.dtype)) if jnp.issubdtype(u.dtype, jnp.inexact) else u,
             new,
         )
-        return zeroed, GuardState(ok, chosen)
+        count = jnp.where(ok, optax.safe_increment(state.count), state.count)
+        return zeroed, GuardState(ok, count, chosen)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -69,10 +72,23 @@ def step_ok(state: Any) -> Bool[Array, ""]:
     Raises:
       UserError: there is none.
     """
+    return _guard("step_ok", state).ok
+
+
+def update_count(state: Any) -> Int[Array, ""]:
+    """Updates done, unusable ones not counted, from the outermost `guard_nonfinite` in an optimizer state.
+
+    Raises:
+      UserError: there is none.
+    """
+    return _guard("update_count", state).count
+
+
+def _guard(what: str, state: Any) -> GuardState:
     found = find_states(state, GuardState)
     if not found:
-        raise UserError("step_ok: this optimizer state has no guard_nonfinite(...)")
-    return found[0].ok
+        raise UserError(f"{what}: this optimizer state has no guard_nonfinite(...)")
+    return found[0]
 
 
 def _is_link(node: Any) -> bool:

@@ -207,6 +207,10 @@ class SketchSpec:
         matrices = self.matrices(params)
         return map_leaves(lambda m, _: "dense" if m is None else "sketched", matrices, params)
 
+    def names_of(self, path: str) -> tuple[str, ...]:
+        """The weight names given for a leaf, in C order of its stack axes; its key path if there are none."""
+        return self._names.get(path, (path,))
+
     def _matches(self, pattern: str, path: str) -> bool:
         return any(re.search(pattern, name) for name in (path, *self._names.get(path, ())))
 

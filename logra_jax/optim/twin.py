@@ -10,7 +10,7 @@ import numpy as np
 
 from logra_jax.optim.names import name_hash
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def threefry2x32(key: tuple[int, int], high: np.ndarray, low: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -20,7 +20,7 @@ def threefry2x32(key: tuple[int, int], high: np.ndarray, low: np.ndarray) -> tup
     with np.errstate(over="ignore"):  # arithmetic modulo 2^32 is the point
         x, y = high + schedule[0], low + schedule[1]
         for group in range(5):
-            for rotation in _ROTATIONS[group % 2]:
+            for rotation in ROTATIONS[group % 2]:
                 x = x + y
                 y = ((y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation))) ^ x
             x = x + schedule[(group + 1) % 3]

@@ -14,14 +14,17 @@ from logra_jax.optim import (
     HiddenHead,
     SketchSpec,
     apply_updates,
+    apply_with_residual,
     kl_link,
     merge,
     mismatch_average,
     predict_kl,
+    rounding_keys,
     sketch_count,
     sketch_shardings,
     sketched_value_and_grad,
     step_ok,
+    update_count,
 )
 from logra_jax.rl.kl import policy_kl
 from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_logprobs
@@ -31,11 +34,15 @@ Tree = Any
 
 
 class TrainState(NamedTuple):
-    """All that an update changes. Donated to the update, so the caller keeps only the one that comes back."""
+    """All that an update changes. Donated to the update, so the caller keeps only the one that comes back.
+
+    ``residual`` is what bfloat16 weights lack, like ``train``; None unless rounding is "residual".
+    """
 
     train: Tree
     opt_state: Tree
     mismatch: Float[Array, ""]
+    residual: Tree = None
 
 
 class Batch(NamedTuple):
@@ -150,6 +157,7 @@ def make_update(
     probe_tokens: int = 4096,
     check_responses: int = 0,
     state_shardings: Tree = None,
+    rounding: str | None = None,
 ) -> Callable[[TrainState, Tree, Batch], tuple[TrainState, dict[str, Array]]]:
     """Jitted ``update(state, frozen, batch) -> (state, metrics)``; ``state`` is donated.
 
@@ -165,6 +173,8 @@ def make_update(
       probe_tokens: longest response prefix, in tokens, that the KL probe looks at.
       check_responses: responses of the probe on which the KL that really came out is measured, in float32.
       state_shardings: ``out_shardings`` of the state on a mesh.
+      rounding: how bfloat16 weights take updates: "stochastic", or "residual" with ``TrainState.residual`` from
+        ``init_residual``. The policy is the bfloat16 weights in both.
 
     Metrics are float32 scalars; ``ok`` is False when a sketch or the prediction was not finite, and then nothing moved.
     """
@@ -201,7 +211,8 @@ def make_update(
                 (_, sums), grads = sketched_value_and_grad(value, spec, has_aux=True)(train, step=step)
             else:
                 (_, sums), grads = jax.value_and_grad(value, has_aux=True)(train)
-            return sums, laid_out(grads, train)
+            # Gradients of bfloat16 weights add up in float32.
+            return sums, laid_out(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads), train)
 
         shapes = jax.eval_shape(of_rows, batch)
         sums, grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -242,7 +253,12 @@ def make_update(
             before = jax.lax.cond(batch.check, check_hidden, lambda _: zeros, train)
 
         updates, opt_state = tx.update(grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average)
-        new_train = apply_updates(train, updates, places)
+        residual = state.residual
+        if rounding == "residual":
+            new_train, residual = apply_with_residual(train, residual, updates, places)
+        else:
+            keys = rounding_keys(spec, train, update_count(state.opt_state)) if rounding == "stochastic" else None
+            new_train = apply_updates(train, updates, places, keys=keys)
 
         metrics["ok"] = step_ok(opt_state)
         if kl_control:
@@ -260,7 +276,7 @@ def make_update(
             metrics["kl/realized"] = jax.lax.cond(
                 batch.check, measure, lambda _: jnp.full((), jnp.nan, jnp.float32), new_train
             )
-        return TrainState(new_train, opt_state, average), metrics
+        return TrainState(new_train, opt_state, average, residual), metrics
 
     out = None if state_shardings is None else (state_shardings, None)
     return jax.jit(update, donate_argnums=0, out_shardings=out)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from logra_jax.errors import UserError
@@ -110,6 +111,26 @@ def test_float16_and_mixed_files_are_read(folder, load_checkpoint):
     assert up.dtype == jnp.float32
     np.testing.assert_array_equal(up[1], np.asarray(exact[1]).astype(np.float16).astype(np.float32))
     np.testing.assert_array_equal(up[0], exact[0])
+
+
+@pytest.mark.parametrize("name", [TIED, "tiny-qwen2-bf16"])
+def test_dtypes_by_path(name, load_checkpoint, fixtures):
+    """Named parameters get theirs, rounded to the nearest; the others stay as stored."""
+    kernel = "layers/mlp/up_proj/kernel"
+    stored = jnp.bfloat16 if name.endswith("bf16") else jnp.float32
+    for dtype in ("float32", "bfloat16"):
+        model, params = load_hf(fixtures / name, {kernel: dtype}, compute_dtype="float32")
+        assert model.compute_dtype == "float32"
+        assert params["layers"]["mlp"]["up_proj"]["kernel"].dtype == dtype
+        dtypes = {leaf.dtype for path, leaf in flatten_dict(params, sep="/").items() if path != kernel}
+        assert dtypes == {jnp.dtype(stored)}
+        exact = load_checkpoint(name).params
+        want = jax.tree.map(lambda x, y: x.astype(y.dtype), exact, params)
+        jax.tree.map(np.testing.assert_array_equal, params, want)
+    with pytest.raises(UserError, match="compute_dtype"):
+        load_hf(fixtures / name, {kernel: "float32"})
+    with pytest.raises(UserError, match="up_porj, which are no parameters"):
+        load_hf(fixtures / name, {"up_porj": "float32"}, compute_dtype="float32")
 
 
 def test_leaves_are_placed_as_asked(load_checkpoint, fixtures):

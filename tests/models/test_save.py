@@ -56,6 +56,21 @@ def test_bfloat16_weights_stay_bfloat16_all_the_way(fixtures, tmp_path):
     assert_same_folder(fixtures / BF16, tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", [TIED, BF16])
+def test_a_residual_is_added_where_the_file_can_hold_it(fixtures, tmp_path, name):
+    """Float32 files hold bfloat16 parameters and what they lack, bfloat16 files the parameters alone."""
+    kernel = "layers/mlp/up_proj/kernel"
+    model, params = load_hf(fixtures / name, {kernel: "bfloat16"}, compute_dtype="float32")
+    high = params["layers"]["mlp"]["up_proj"]["kernel"]
+    low = (high.astype(jnp.float32) * 2**-10).astype(jnp.bfloat16)
+    residual = {"layers": {"mlp": {"up_proj": {"kernel": low, "bias": None}}}, "norm": {"scale": None}}
+    save_hf(model, params, tmp_path / "out", residual=residual)
+    _, back = load_hf(tmp_path / "out", {}, compute_dtype="float32")
+    exact = high if name == BF16 else high.astype(jnp.float32) + low.astype(jnp.float32)
+    np.testing.assert_array_equal(back["layers"]["mlp"]["up_proj"]["kernel"], exact)
+    np.testing.assert_array_equal(back["norm"]["scale"], params["norm"]["scale"])
+
+
 @pytest.mark.parametrize("name", [TIED, SHARDED, "tiny-qwen3"])
 def test_changed_weights_come_back_under_the_source_names(load_checkpoint, tmp_path, name):
     known = load_checkpoint(name)

@@ -308,6 +308,25 @@ def test_dense_adamw_in_the_same_loop(model, policy, params, spec, control):
         np.testing.assert_allclose(metrics["kl/realized"], 1e-5, rtol=0.05)
 
 
+@pytest.mark.parametrize("mode", ["stochastic", "residual"])
+def test_predicted_kl_holds_for_bfloat16_weights(policy, params, spec, mode):
+    """Twelve updates, each predicted to spend the budget: so they do, though the weights move in steps of 2^-8."""
+    tx = optim.logra(spec, update_ratio=RATIO, preserve_norm=True, kl_budget=1e-3)
+    update = make_update(policy, tx, spec, LossSettings(), check_responses=3, rounding=mode)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    state, frozen = start(half, spec, tx)
+    if mode == "residual":
+        state = state._replace(residual=optim.init_residual(state.train))
+    ratios = []
+    for _ in range(12):
+        state, metrics = update(state, frozen, make_batch())
+        np.testing.assert_allclose(metrics["kl/predicted"], 1e-3, rtol=1e-3)
+        ratios.append(float(metrics["kl/realized"]) / 1e-3)
+    assert 0.7 < np.median(ratios) < 1.4
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.train, state.residual))} == {jnp.dtype(jnp.bfloat16)}
+    assert (state.residual is None) == (mode == "stochastic")
+
+
 def test_old_and_reference_policies_enter_the_loss(model, policy, params, spec):
     """Second update of a batch: ratio, clip share and both divergences against their definitions."""
     batch = make_batch()
