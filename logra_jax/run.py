@@ -138,9 +138,7 @@ class Run(Evaluator):
         self.tx = build.make_optimizer(config, self.spec)
         self.rounding = build.rounding(config)
         self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        self.abstract_state, self.state_shardings = build.state_layout(
-            self.tx, train, self.everywhere, self.rounding
-        )
+        self.abstract_state, self.state_shardings = build.state_layout(self.tx, train, self.everywhere, self.rounding)
         # The reference is copied because the first update writes over the weights that it would share.
         self.reference = jax.tree.map(jnp.copy, self._split(self.weights)[0]) if loss.reference_kl else None
         self.sampler = self.make_sampler(rollout.temperature, rollout.top_p, rollout.top_k)
