@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+import logra_jax.build
 import logra_jax.run
 from logra_jax import cli, train
 from logra_jax.checkpoint import Checkpoints, flatten, read_arrays, read_note, steps
@@ -62,7 +63,7 @@ def seen(monkeypatch):
     """Records trainers and stop checks; builds each jitted update once for all runs of a test."""
     seen = Interrupted()
     seen.passed = []
-    build, programs, init, check = logra_jax.run.make_update, [], train.Trainer.__init__, StopFlag.check
+    build, programs, init, check = logra_jax.build.make_update, [], train.Trainer.__init__, StopFlag.check
 
     def make_update(*args, **kwargs):
         programs.append(build(*args, **kwargs)) if not programs else None
@@ -79,7 +80,7 @@ def seen(monkeypatch):
         if seen.stop_at == len(seen.passed):
             raise Stopped(signal.SIGTERM)
 
-    monkeypatch.setattr(logra_jax.run, "make_update", make_update)
+    monkeypatch.setattr(logra_jax.build, "make_update", make_update)
     monkeypatch.setattr(train.Trainer, "__init__", remember)
     monkeypatch.setattr(StopFlag, "check", answer)
     monkeypatch.setattr(MetricsWriter, "draw", lambda self: None)  # takes longer than all the rest
