@@ -17,6 +17,7 @@ from logra_jax import (
     lift,
     logra,
     predict_kl,
+    rounding_keys,
     scale_by_predicted_kl,
     scale_by_row_adam,
     scale_by_update_ratio,
@@ -130,7 +131,9 @@ def make_step(tx, dense=False):
             value=loss,
             an_argument_nobody_expects=1,
         )
-        return (optax.apply_updates if dense else apply_updates)(p, updates), state, loss
+        if dense:
+            return optax.apply_updates(p, updates), state, loss
+        return apply_updates(p, updates, keys=rounding_keys(SPEC, p, count)), state, loss
 
     return jax.jit(step, donate_argnums=(0, 1))
 
