@@ -142,7 +142,8 @@ class Run(Evaluator):
         # The reference is copied because the first update writes over the weights that it would share.
         self.reference = jax.tree.map(jnp.copy, self._split(self.weights)[0]) if loss.reference_kl else None
         self.sampler = self.make_sampler(rollout.temperature, rollout.top_p, rollout.top_k)
-        policy = Policy(self.model, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])
+        on_mesh = self.model.replace(mesh=self.mesh)
+        policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])
         self._score = make_score(policy, loss.micro_batch)
         self._update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
 

@@ -83,7 +83,10 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "... k"]) -> Float[Array, "... d"]:
         # One plain matrix product: the backward products of a batched one are transposed by copying on a CPU, and
         # the whole gradient then takes three times as long.
-        kernel = constrain(self.kernel.get_value().astype(x.dtype), self.mesh, *self.axes, table=AxisTable().gathered)
+        kernel = self.kernel.get_value().astype(x.dtype)
+        # As stored first: else the stack is gathered before it is sliced down to a matrix, in a layout of its own.
+        kernel = constrain(kernel, self.mesh, *self.axes)
+        kernel = constrain(kernel, self.mesh, *self.axes, table=AxisTable().gathered)
         rows = x.reshape(-1, x.shape[-1]) @ kernel
         y = rows.reshape(*x.shape[:-1], rows.shape[-1])
         return y if self.bias is None else y + along_last(self.bias.get_value(), y)

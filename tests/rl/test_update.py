@@ -166,11 +166,9 @@ def test_sketches_are_projected_dense_gradients(model, policy, params, spec, mic
     assert_same_sketches(state.opt_state.inner_state[1], expected_sketches(model, params, batch))
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(8, 1), (2, 2)])
-def test_sketches_do_not_depend_on_the_mesh(model, policy, params, spec, fsdp, tensor):
-    mesh = make_mesh(fsdp, tensor)
-    batch, tx = make_batch(), keep_sketches(spec)
-    place = shardings(mesh, model.logical_axes(), params)
+def placed_start(policy, params, spec, tx, batch, mesh):
+    """Policy, state with its shardings, frozen weights and batch on a mesh."""
+    place = shardings(mesh, policy.model.logical_axes(), params)
     rows = batch_sharding(mesh, ROWS)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = {
@@ -179,9 +177,40 @@ def test_sketches_do_not_depend_on_the_mesh(model, policy, params, spec, fsdp, t
         if leaf is not None
     }
     state, frozen = start(params, spec, tx, place)
-    update = make_update(policy, tx, spec, LossSettings(), kl_control=False, micro_batch=fsdp)
-    state, _ = update(state, frozen, Batch(**placed))
+    places = TrainState(
+        jax.tree.map(lambda leaf: leaf.sharding, state.train), optim.state_shardings(tx, state.train), everywhere
+    )
+    on_mesh = policy._replace(model=policy.model.replace(mesh=mesh))
+    return on_mesh, jax.device_put(state, places), places, frozen, Batch(**placed)
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(8, 1), (2, 2)])
+def test_sketches_do_not_depend_on_the_mesh(model, policy, params, spec, fsdp, tensor):
+    batch, tx = make_batch(), keep_sketches(spec)
+    policy, state, places, frozen, placed = placed_start(policy, params, spec, tx, batch, make_mesh(fsdp, tensor))
+    update = make_update(policy, tx, spec, LossSettings(), kl_control=False, micro_batch=fsdp, state_shardings=places)
+    state, _ = update(state, frozen, placed)
     assert_same_sketches(state.opt_state.inner_state[1], expected_sketches(model, params, batch))
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_whole_update_does_not_depend_on_the_mesh(policy, plain, params, spec, fsdp, tensor):
+    """Sketches (by their norm and second moments), predicted and real KL, alpha and weights."""
+    expected, expected_metrics = plain.update(*start(params, spec, plain.tx), make_batch())
+    mesh = make_mesh(fsdp, tensor)
+    policy, state, places, frozen, batch = placed_start(policy, params, spec, plain.tx, make_batch(), mesh)
+    update = make_update(
+        policy, plain.tx, spec, LossSettings(), mismatch=True, micro_batch=fsdp, check_responses=3,
+        state_shardings=places,
+    )  # fmt: skip
+    found, metrics = update(state, frozen, batch)
+    for tree, other in ((found.train, expected.train), (found.opt_state, expected.opt_state)):
+        for path, leaf in by_path(other).items():
+            np.testing.assert_allclose(by_path(tree)[path], leaf, rtol=2e-4, atol=1e-5 * np.abs(leaf).max())
+    for name, value in expected_metrics.items():
+        np.testing.assert_allclose(float(metrics[name]), float(value), rtol=2e-4, atol=1e-7, err_msg=name)
+    for leaf, place in zip(jax.tree.leaves(found.train), jax.tree.leaves(places.train), strict=True):
+        assert leaf.sharding == place
 
 
 def test_whole_update_does_not_depend_on_micro_batches_or_padding(policy, plain, params, spec):
