@@ -66,7 +66,7 @@ class Evaluator:
             rope_theta=settings.rope_theta,
             max_position_embeddings=settings.max_position_embeddings,
         )
-        self.model = model.replace(remat=settings.remat, mesh=self.mesh)
+        self.model = model.replace(remat=settings.remat)
         return weights
 
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
