@@ -217,7 +217,7 @@ def read_arrays(folder: Path, prefix: str) -> dict[str, jax.Array]:
         stored = {k: v for k, v in _stored(folder, orbax).items() if k.startswith(prefix)}
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=device) for k, v in stored.items()}
-        return _restore_flat(folder, wanted, orbax)
+        return _restore_flat(folder, wanted, orbax) if wanted else {}
 
 
 def _read(folder: Path, template: Any, orbax: ocp.Checkpointer) -> Any:

@@ -34,7 +34,7 @@ def test_a_run_through_a_checkpoint(mode, command_settings):
         assert train.main([*argv, "steps=2", "out=whole"]) == 0
         assert train.main([*argv, "steps=1"]) == 0
         assert train.main([*argv, "steps=2", "--resume"]) == 0
-    whole, resumed = (read_arrays(Path(out, "checkpoints/2"), "") for out in ("whole", "out"))
+    whole, resumed = (read_arrays(Path(out, "checkpoints/2").absolute(), "") for out in ("whole", "out"))
     assert whole.keys() == resumed.keys()
     for path, leaf in whole.items():
         np.testing.assert_array_equal(resumed[path], leaf, err_msg=path)
@@ -45,7 +45,7 @@ def test_a_run_through_a_checkpoint(mode, command_settings):
     assert trained == (everything if "others=adamw" in MODES[mode] else kernels)
     assert not any(leaf.dtype == jnp.bfloat16 for path, leaf in whole.items() if path.startswith("opt_state."))
 
-    first = read_arrays(Path("out/checkpoints/1"), "")
+    first = read_arrays(Path("out/checkpoints/1").absolute(), "")
     assert np.mean(np.asarray(first[f"params.{KERNEL}"]) != np.asarray(whole[f"params.{KERNEL}"])) > 0.01
     rests = {path for path in whole if path.startswith("residual.")}
     assert {path.replace("residual.", "params.") for path in rests} == (trained if "residual" in mode else set())
