@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from logra_jax.optim import *  # noqa: F403
 
 
+__all__ = [*_optim.EXPORTS, "UserError"]  # what help() shows
+
+
 def __getattr__(name: str) -> Any:
     if name not in _optim.EXPORTS:
         known = ", ".join(__dir__())
@@ -21,4 +24,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_optim.EXPORTS, "UserError"])
+    return sorted(__all__)

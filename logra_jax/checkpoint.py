@@ -87,6 +87,7 @@ class Checkpoints:
             (partial / META).write_text(json.dumps(note, indent=1), encoding="utf-8")
             self._orbax.save(partial / STATE, args=ocp.args.PyTreeSave(flatten(state)))
         except (OSError, ValueError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
             raise self._write_error(step, error) from error
         self._writer = threading.Thread(target=self._finish, args=(step, partial), name=f"checkpoint {step}")
         self._writer.start()
@@ -101,6 +102,7 @@ class Checkpoints:
             _sync(self._folder)
             self._evict()
         except BaseException as error:  # raised again by the next call from the training loop
+            shutil.rmtree(partial, ignore_errors=True)  # its space is what the next attempt may need
             self._error = self._write_error(step, error)
 
     def _write_error(self, step: int, error: BaseException) -> UserError:

@@ -50,8 +50,8 @@ class Data:
     prompt_column: str = _f("prompt", "column that holds the prompt")
     answer_column: str = _f("answer", "column that holds the reference answer")
     template: Literal["chat", "plain"] = _f("chat", "apply the model's chat template, or take the text as it is")
-    prompt_format: str = _f("{prompt}", "text put around the prompt; must contain {prompt}")
-    system: str | None = _f(None, "system message of the chat template")
+    prompt_format: str = _f("{prompt}", "text put around a prompt that is a text, not messages; must contain {prompt}")
+    system: str | None = _f(None, "system message; plain: a line above the prompt. A row's own one is kept instead")
     max_prompt_length: int = _f(1024, "longest prompt in tokens", "[1, inf)")
     overlong: Literal["drop", "truncate"] = _f("drop", "what to do with longer prompts; truncate keeps the end")
 
@@ -242,6 +242,11 @@ def check(config: Config) -> None:
         raise UserError(
             f"model.rounding={config.model.rounding} has no effect with model.param_dtype="
             f"{config.model.param_dtype}: leave it out, or set model.param_dtype=bfloat16"
+        )
+    if kl.check_every and kl.check_responses > kl.probe_responses:
+        raise UserError(
+            f"kl.check_responses={kl.check_responses} is more than kl.probe_responses={kl.probe_responses}: "
+            "the KL that came out is measured on answers that it was predicted on"
         )
     _check_batches(config)
     _check_optimizer(config)

@@ -272,9 +272,11 @@ def test_failing_disk_is_reported_and_leaves_the_previous_step(tmp_path):
             checkpoints.wait()
         except UserError as error:
             print("caught", error)
+        print("left", os.listdir(sys.argv[1]))
         """,
     )
     assert "caught the checkpoint of step 3 could not be written" in done.stdout, done.stderr
+    assert "left ['2']" in done.stdout  # half a step would take the space that the next attempt needs
     assert newest_good(tmp_path) == (2, [])
 
 

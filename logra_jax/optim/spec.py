@@ -102,7 +102,7 @@ class SketchSpec:
 
     Raises:
       UserError: a setting is out of range; and, once it meets parameters, where a pattern matches no matrix,
-        only a part of a stack, or a matrix with no more than `rank` inputs.
+        only a part of a stack, a matrix with no more than `rank` inputs, or one sharded over Explicit mesh axes.
     """
 
     rank: int = 256
@@ -152,6 +152,12 @@ class SketchSpec:
         for path, leaf in leaves_with_paths(params):
             target, matrix = self._matrix(path, tuple(leaf.shape), leaf.dtype)
             if target is not None and matrix is not None:
+                # Products of sketches are left to the compiler to place: no rule here names an output sharding.
+                if any(axis is not None for axis in jax.typeof(leaf).sharding.spec):
+                    raise UserError(
+                        f"SketchSpec: {path} is sharded over Explicit mesh axes; make the mesh with Auto ones: "
+                        "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+                    )
                 used.add(target)
                 found[path] = matrix
         if not any(isinstance(x, MaskedNode) for x in jax.tree.leaves(params, is_leaf=_is_masked)):

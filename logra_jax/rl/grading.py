@@ -7,8 +7,9 @@ plain values only:
     kind math: {"seconds": 5.0, "gold": text, "completion": text} -> {"score": 1.0}
     otherwise: {"seconds": 5.0, "prompts": [..], "completions": [..], "columns": {..}} -> {"scores": [..]}
 
-A reply is {"error": last line of the traceback} where the graded code raised, {"late": true} where it took
-longer than `seconds`, {"bad_gold": reason} where the gold answer cannot be used. Code that never comes back
+A reply is {"error": last line of the traceback and place} where the graded code raised, {"late": true} where
+it took longer than `seconds`, {"bad_gold": reason} where the gold answer cannot be used, {"wrong_length": n}
+where a function returned n numbers and not one per completion. Code that never comes back
 to Python is killed by the other side of the pipe, or, if that is gone, by the timer that counts this
 process's own CPU time.
 """
@@ -19,6 +20,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +88,7 @@ def _function(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         scores = function(request["prompts"], request["completions"], request["columns"])
         scores = [None if score is None else float(score) for score in scores]
         if len(scores) != len(request["completions"]):
-            raise ValueError(f"{len(scores)} rewards for {len(request['completions'])} completions")
+            return {"wrong_length": len(scores)}
         return {"scores": scores}
 
     return grade
@@ -121,8 +123,17 @@ def _sacrifice() -> None:
 
 
 def _last_line(error: BaseException) -> str:
+    """What was raised, and the innermost line of it in a file of the current directory: the user's own."""
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[-1]}" if text else type(error).__name__
+    line = f"{type(error).__name__}: {text[-1]}" if text else type(error).__name__
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    return f"{line} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else line
+
+
+def _is_own(filename: str) -> bool:
+    path = os.path.abspath(filename)
+    installed = "site-packages" in path or path == os.path.abspath(__file__)
+    return path.startswith(os.path.abspath("") + os.sep) and os.path.isfile(path) and not installed
 
 
 def _write(replies: Any, message: dict[str, Any]) -> None:

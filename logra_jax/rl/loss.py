@@ -48,8 +48,8 @@ class LossSums(NamedTuple):
     loss (already divided by the step's counts); clipped: tokens whose gradient the clip cuts; entropy: nats,
     at the sampling temperature; ratio: exp(logp - old); step_kl, reference_kl: k3 estimates of KL(new || old)
     and KL(new || reference), nats; importance: the truncated weight; capped: tokens whose weight was cut;
-    mismatch: rollout logp - logp, nats, and ended_tokens: their number, both over rows that ended by
-    themselves.
+    mismatch: rollout logp - old logp (the same weights twice, so that no update of this batch counts), nats, and
+    ended_tokens: their number, both over rows that ended by themselves.
     """
 
     loss: Array
@@ -208,7 +208,7 @@ def policy_loss(
         reference_kl=jnp.sum(kl),
         importance=jnp.sum(valid(weight)),
         capped=jnp.sum(capped, dtype=jnp.float32),
-        mismatch=jnp.sum(jnp.where(ended, valid(rollout_logprobs) - logprobs, 0.0)),
+        mismatch=jnp.sum(jnp.where(ended, valid(rollout_logprobs) - old, 0.0)),
         ended_tokens=jnp.sum(mask & ended, dtype=jnp.float32),
     )
     return loss, jax.lax.stop_gradient(sums)

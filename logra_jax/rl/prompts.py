@@ -274,7 +274,7 @@ def _parquet(path: Path, part: Literal["read_schema", "read_table"]) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError("reading Parquet needs pyarrow: pip install 'logra-jax[parquet]'") from None
+        raise UserError("reading Parquet needs pyarrow: pip install pyarrow, or the extra [parquet]") from None
     try:
         return getattr(pyarrow.parquet, part)(path)
     except (pyarrow.ArrowException, OSError) as error:

@@ -171,12 +171,15 @@ class _FunctionGrader(Grader):
             return [], RewardCounts(), ""
         request = {"prompts": prompts, "completions": completions, "columns": columns}
         replies = self._pool.run([request])
+        # Not tried row by row: a function that returns one number for a whole batch would look right there.
+        self._refuse_wrong_length(replies, len(completions))
         if "scores" not in replies[0]:
             rows = [
                 {"prompts": [p], "completions": [c], "columns": {k: [v[i]] for k, v in columns.items()}}
                 for i, (p, c) in enumerate(zip(prompts, completions, strict=True))
             ]
             replies = self._pool.run(rows, seconds=ROW_ROUNDS * self._timeout_s)
+            self._refuse_wrong_length(replies, 1)
         scores: list[float] = []
         timeouts = errors = 0
         reason = f"{self._kind} returned no finite number"
@@ -190,6 +193,14 @@ class _FunctionGrader(Grader):
             reason = f"{self._kind} took more than {self._timeout_s} s" if late else reply["error"]
         dropped = sum(math.isnan(score) for score in scores)
         return scores, RewardCounts(timeouts, errors, dropped - timeouts - errors), reason
+
+    def _refuse_wrong_length(self, replies: list[dict[str, Any]], wanted: int) -> None:
+        for reply in replies:
+            if "wrong_length" in reply:
+                raise UserError(
+                    f"reward.kind {self._kind} returned {reply['wrong_length']} numbers for {wanted} "
+                    "completions; it must return one per completion"
+                )
 
     def close(self) -> None:
         self._pool.close()

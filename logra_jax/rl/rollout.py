@@ -147,7 +147,8 @@ class Sampler:
         """n completions of each prompt: prompt_tokens int32 [B, P] left-padded, lengths and ids int32 [B].
 
         The noise of a token depends on (seed, update, prompt id, sample, position of the token in its text)
-        alone: not on the other rows, their order, the padding, n, or the devices. seed and update lie in [0,
+        alone: not on the other rows, their order, the padding, n, or the devices. A prompt that stands in the
+        batch again counts its samples on from n, or its answers would be copies. seed and update lie in [0,
         2^32). Compiles once per shape of the batch and n; params, seed and update are arguments of the
         program.
         """
@@ -236,8 +237,10 @@ def _row_keys(numbers: Any, prompt_ids: Int[Array, " b"], n: int) -> Any:
     """Keys [B * n]: fold_in(fold_in(fold_in(key(seed), update), prompt id), sample)."""
     base = jax.random.fold_in(jax.random.key(numbers[0]), numbers[1])
     of_sample = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    of_prompt = jax.vmap(lambda i: of_sample(jax.random.fold_in(base, i), jnp.arange(n)))
-    return of_prompt(prompt_ids).reshape(-1)
+    of_prompt = jax.vmap(lambda i, first: of_sample(jax.random.fold_in(base, i), first + jnp.arange(n)))
+    # A batch in which one epoch ends and the next begins may hold a prompt twice.
+    again = jnp.tril(prompt_ids[:, None] == prompt_ids[None, :], -1)
+    return of_prompt(prompt_ids, n * jnp.sum(again, axis=1, dtype=jnp.int32)).reshape(-1)
 
 
 def _draw(sampler: Sampler, logits: Float[Array, "n v"], keys: Any) -> tuple[Int[Array, " n"], Float[Array, " n"]]:

@@ -224,7 +224,10 @@ def make_update(
         step = sketch_count(state.opt_state) if sketched else jnp.zeros((), jnp.int32)
         sums, grads = gradient(train, frozen, batch, step)
         metrics = _means(sums) | {"grad/norm": optax.tree.norm(grads)}
-        average = mismatch_average(state.mismatch, metrics["kl/mismatch"]) if mismatch else state.mismatch
+        average = state.mismatch
+        if mismatch:  # where no answer ended by itself there is nothing to observe
+            observed = mismatch_average(average, metrics["kl/mismatch"])
+            average = jnp.where(sums.ended_tokens > 0, observed, average)
 
         probe = _take(batch, batch.probe)
         longest = min(probe.tokens.shape[1], policy.prompt_width + probe_tokens)
@@ -276,6 +279,8 @@ def make_update(
             metrics["kl/realized"] = jax.lax.cond(
                 batch.check, measure, lambda _: jnp.full((), jnp.nan, jnp.float32), new_train
             )
+        # NaN would stay in the average for ever, and with it every later step would be refused.
+        average = jnp.where(metrics["ok"] & jnp.isfinite(average), average, state.mismatch)
         return TrainState(new_train, opt_state, average, residual), metrics
 
     out = None if state_shardings is None else (state_shardings, None)

@@ -171,3 +171,16 @@ def test_settings_out_of_range(settings: dict, message: str) -> None:
 def test_bad_axes(axes: tuple) -> None:
     with pytest.raises(UserError, match="distinct negative"):
         Target("q", *axes)
+
+
+def test_explicit_mesh_axes_are_refused() -> None:
+    devices, place = jax.devices()[:2], jax.sharding.PartitionSpec(None, "x")
+    for kind in (jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto):
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=devices)
+        params = {"kernel": jax.device_put(jnp.zeros((8, 4)), jax.sharding.NamedSharding(mesh, place))}
+        spec = SketchSpec(rank=2, targets=("kernel",))
+        if kind is jax.sharding.AxisType.Auto:
+            assert set(spec.matrices(params)) == {"kernel"}
+        else:
+            with pytest.raises(UserError, match="kernel is sharded over Explicit mesh axes"):
+                spec.matrices(params)

@@ -321,7 +321,7 @@ class TestPolicyLoss:
             "reference_kl": np.exp(gap) - gap - 1,
             "importance": np.minimum(weight, 1.2),
             "capped": weight > 1.2,
-            "mismatch": (host["rollout_logprobs"] - host["logprobs"]) * host["ended"],
+            "mismatch": (host["rollout_logprobs"] - host["old_logprobs"]) * host["ended"],
             "ended_tokens": host["ended"],
         }
         assert set(want) | {"loss"} == set(sums._fields)

@@ -125,12 +125,12 @@ def test_parquet_reads_like_jsonl(tmp_path, jsonl, tokenizer):
         load(path, tokenizer)
 
 
-def test_parquet_without_pyarrow_names_the_extra(tmp_path, tokenizer, monkeypatch):
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, tokenizer, monkeypatch):
     path = tmp_path / "data.parquet"
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match=r"logra-jax\[parquet\]"):
+    with pytest.raises(UserError, match=r"pip install pyarrow.*\[parquet\]"):
         check_columns(path, ["prompt"])
 
 

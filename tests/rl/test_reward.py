@@ -40,6 +40,12 @@ def reward(prompts, completions, columns):
 def one_short(prompts, completions, columns):
     return [1.0] * (len(completions) - 1)
 
+def only_one(prompts, completions, columns):
+    return [1.0]
+
+def raises_then_none(prompts, completions, columns):
+    return [] if len(completions) == 1 else 1 / 0
+
 def prompts_too(prompts, completions, columns):
     return [float(p == c) for p, c in zip(prompts, completions, strict=True)]
 
@@ -118,12 +124,24 @@ def test_every_row_failing_is_an_error_with_the_last_reason(here):
             grade(grader, ["raise", "raise"])
         with pytest.raises(UserError, match=r"every reward failed.*no finite"):
             grade(grader, ["nan", "none"])
-    # Row by row the wrong length is wrong again, for every row.
-    with (
-        function("one_short") as grader,
-        pytest.raises(UserError, match=r"every reward failed.*0 rewards for 1"),
-    ):
+
+
+def test_one_number_per_completion(here):
+    # "only_one" would pass row by row, and "one_short" would not.
+    for name in ("only_one", "one_short"):
+        with (
+            function(name) as grader,
+            pytest.raises(UserError, match=rf"my_rewards:{name} returned 1 numbers for 2 completions"),
+        ):
+            grade(grader, ["a", "b"])
+    with function("raises_then_none") as grader, pytest.raises(UserError, match="returned 0 numbers for 1 completions"):
         grade(grader, ["a", "b"])
+
+
+def test_an_error_says_where_it_was_raised(here):
+    line = 1 + FUNCTIONS[: FUNCTIONS.index("raise KeyError")].count("\n")
+    with function() as grader, pytest.raises(UserError, match=rf"KeyError: .*\(my_rewards.py, line {line}\)"):
+        grade(grader, ["raise", "raise"])
 
 
 def test_a_batch_of_hangs_ends_in_bounded_time(here):
@@ -141,7 +159,7 @@ def test_a_batch_of_hangs_ends_in_bounded_time(here):
     [
         ("my_rewards:missing", "missing"),
         ("my_rewards:number", "not callable"),
-        ("no_such_module:f", "no_such_module"),
+        ("no_such_module:f", "No module named 'no_such_module'$"),
         ("mathe", "mathe.*math, exact or module:function"),
         ("my rewards:f", "math, exact or module:function"),
     ],

@@ -292,7 +292,17 @@ class TestIndependence:
         assert not set(base) & set(draw(update=1))
         assert not set(base) & set(draw(ids=(2, 3)))
         assert draw(ids=(1, 0)) == base[4:] + base[:4]
-        assert draw(ids=(0, 0))[:4] == draw(ids=(0, 0))[4:]
+
+    def test_a_prompt_that_stands_in_the_batch_again_has_samples_of_its_own(self, policy):
+        model, params = policy
+        tokens, lengths, ids = make_prompts(lengths=(4, 3, 4), width=4)
+        tokens[2], ids[2] = tokens[0], ids[0]
+        sampler = make_sampler(model)
+        got = jax.device_get(sampler.generate(params, tokens, lengths, ids, 3, 5, 2))
+        alone = jax.device_get(sampler.generate(params, tokens[:2], lengths[:2], ids[:2], 6, 5, 2))
+        np.testing.assert_array_equal(got.tokens[:3], alone.tokens[:3])
+        np.testing.assert_array_equal(got.tokens[6:], alone.tokens[3:6])
+        assert len({row.tobytes() for row in got.tokens}) == 9
 
 
 class TestStopping:

@@ -285,11 +285,30 @@ def test_a_gradient_that_is_not_finite_moves_nothing(plain, params, spec):
     assert float(metrics["kl/alpha"]) == 0
     after = by_path(state)
     for path in before:
-        if not path.endswith(("ok", "alpha", "predicted_kl", "budget", "mismatch")):
+        if not path.endswith(("ok", "alpha", "predicted_kl", "budget")):
             np.testing.assert_array_equal(after[path], before[path], err_msg=path)
     state, metrics = plain.update(state, frozen, make_batch())
     assert metrics["ok"]
     assert int(optim.sketch_count(state.opt_state)) == 1
+
+
+@pytest.mark.parametrize("gap", [np.nan, np.inf, -np.inf])
+def test_a_mismatch_that_is_not_finite_is_not_kept(plain, params, spec, gap):
+    state, frozen = start(params, spec, plain.tx)
+    state = state._replace(mismatch=jnp.asarray(2e-5))
+    batch = make_batch()
+    state, _ = plain.update(state, frozen, batch._replace(rollout_logprobs=batch.rollout_logprobs + gap))
+    assert float(state.mismatch) == pytest.approx(2e-5 if gap != -np.inf else 1.4e-5)
+    _, metrics = plain.update(state, frozen, batch)
+    assert metrics["ok"]
+
+
+def test_mismatch_waits_for_answers_that_end(plain, params, spec):
+    state, frozen = start(params, spec, plain.tx)
+    state = state._replace(mismatch=jnp.asarray(2e-5))
+    state, metrics = plain.update(state, frozen, make_batch(stopped=jnp.zeros(ROWS, bool)))
+    assert float(state.mismatch) == pytest.approx(2e-5)
+    assert float(metrics["kl/budget"]) == pytest.approx(BUDGETS[0] - 2e-5)
 
 
 def test_no_valid_token_moves_nothing_and_is_no_error(plain, params, spec):
