@@ -90,7 +90,9 @@ def by_path(tree):
 
 def start(params, spec, tx, place=None):
     """A fresh state (updates donate theirs) and the frozen weights."""
-    params = jax.tree.map(jnp.copy, params) if place is None else jax.device_put(params, place)
+    params = jax.tree.map(jnp.copy, params)
+    if place is not None:
+        params = jax.device_put(params, place)
     train, frozen = spec.split(params)
     return TrainState(train, tx.init(train), jnp.zeros(())), frozen
 
@@ -193,7 +195,7 @@ def test_sketches_do_not_depend_on_the_mesh(model, policy, params, spec, fsdp, t
     assert_same_sketches(state.opt_state.inner_state[1], expected_sketches(model, params, batch))
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("fsdp", "tensor"), [(2, 1), (4, 2)])
 def test_whole_update_does_not_depend_on_the_mesh(policy, plain, params, spec, fsdp, tensor):
     """Sketches (by their norm and second moments), predicted and real KL, alpha and weights."""
     expected, expected_metrics = plain.update(*start(params, spec, plain.tx), make_batch())
