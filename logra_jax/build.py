@@ -113,7 +113,7 @@ def make_spec(config: Config, model: CausalLM) -> optim.SketchSpec:
     settings = config.optimizer
     targets = {} if settings.targets is None else {"targets": settings.targets}
     return optim.SketchSpec(
-        rank=settings.rank,
+        rank=settings.rank if settings.name == "logra" else 1,  # nothing is sketched otherwise
         seed=settings.sketch_seed,
         distribution=settings.distribution,
         refresh=settings.refresh,

@@ -128,6 +128,14 @@ def test_dry_run_writes_nothing(base, capsys, small_run):
     assert list(Path().iterdir()) == []
     assert files(small_run) == before
     assert "rank 999" in refused([*base, "--dry-run", "optimizer.rank=999"], capsys)
+    dense = [
+        "optimizer.name=adamw",
+        "optimizer.update_ratio=null",
+        "optimizer.learning_rate=1e-4",
+        "optimizer.rank=999",
+    ]
+    assert train.main([*base, "--dry-run", *dense]) == 0  # dense training has no rank that could be too large
+    assert "7,680 dense (7 tensors)" in capsys.readouterr().out
     Path("out").mkdir()
     Path("out/x").touch()
     assert train.main([*base, "--dry-run"]) == 0
