@@ -124,7 +124,9 @@ class Optimizer:
     preserve_norm: bool | None = _f(
         None, "logra: norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no"
     )
-    b1: float | None = _f(None, "decay of the first moment; null: 0 for logra, 0.9 for adamw", "[0, 1)")
+    b1: float | None = _f(
+        None, "decay of the first moment; null: 0 for logra (needs refresh other than 1), 0.9 for adamw", "[0, 1)"
+    )
     b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
     eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")
     update_ratio: float | None = _f(None, "logra: size of an update relative to the weights (paper: 6e-5)", "(0, 1)")
@@ -298,6 +300,11 @@ def _check_optimizer(config: Config) -> None:
         raise UserError(
             f"optimizer.others_learning_rate={own_rate} has no effect with optimizer.name={optimizer.name} "
             f"and optimizer.others={optimizer.others}: leave it out"
+        )
+    if optimizer.name == "logra" and optimizer.b1 and optimizer.refresh == 1:
+        raise UserError(
+            f"optimizer.b1={optimizer.b1} has no effect with optimizer.refresh=1: momentum starts anew with every "
+            "redraw of the projections. Set optimizer.refresh to 0 or above 1, or leave optimizer.b1 out"
         )
     if optimizer.warmup >= config.steps and optimizer.warmup:
         raise UserError(f"optimizer.warmup={optimizer.warmup} must be smaller than steps={config.steps}")

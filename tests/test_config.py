@@ -190,6 +190,7 @@ TOGETHER = [
     (["kl.probe_responses=129"], ["kl.probe_responses=129", "128 answers"]),
     (["kl.check_responses=129"], ["kl.check_responses=129", "128 answers"]),
     (["kl.check_responses=9"], ["kl.check_responses=9", "kl.probe_responses=8"]),
+    (["optimizer.b1=0.9"], ["optimizer.b1=0.9", "optimizer.refresh=1"]),
     (["optimizer.learning_rate=1e-6"], ["optimizer.update_ratio=6e-05", "optimizer.learning_rate=1e-06"]),
     (["optimizer.update_ratio=null"], ["optimizer.update_ratio", "optimizer.learning_rate"]),
     (["optimizer.name=adamw"], ["optimizer.update_ratio=6e-05", "adamw", "optimizer.learning_rate"]),
