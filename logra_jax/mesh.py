@@ -37,6 +37,7 @@ class AxisTable:
     heads_in: MeshAxes = ("tensor", "fsdp")
     mlp_in: MeshAxes = ("tensor", "fsdp")
     width: str | None = None
+    taps: str | None = None
     layers: str | None = None
     norm: str | None = None
     batch: str | None = "fsdp"

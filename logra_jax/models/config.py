@@ -13,9 +13,11 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 
-# What an absent key means in these three model types: the defaults of the format itself, not of this library.
+
+# What an absent key means in these model types: the defaults of the format itself, not of this library.
 # Sizes have none, since the library that wrote the file may have had others than the one that reads it.
 _ABSENT: dict[str, Any] = {
     "tie_word_embeddings": False,
@@ -30,15 +32,60 @@ _ABSENT: dict[str, Any] = {
     "rope_parameters": None,
     "rope_scaling": None,
     "quantization_config": None,
+    "partial_rotary_factor": None,
+    "full_attention_interval": None,
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
 }
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """One dense decoder of the Qwen2, Qwen3 or Llama family.
+class LinearAttention:
+    """Sizes of the gated delta layers of a hybrid model; `value_heads` is a multiple of `key_heads`."""
 
-    `rope_theta` is the base of the rotary frequencies; `max_position_embeddings` is the length the model was
-    made for, in tokens. The `*_bias` switches and `qk_norm` say which parameters exist.
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise UserError(f"linear attention: {field.name} is {getattr(self, field.name)}, but must be above 0")
+        if self.value_heads % self.key_heads:
+            raise UserError(
+                f"linear_num_value_heads ({self.value_heads}) is not a multiple of linear_num_key_heads "
+                f"({self.key_heads}), so value heads cannot share key heads evenly"
+            )
+        if self.conv_width < 2:
+            raise UserError(f"linear_conv_kernel_dim is {self.conv_width}, but a convolution needs at least 2 taps")
+
+    @property
+    def key_size(self) -> int:
+        """Rows of the queries, and of the keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Rows of the values, of the gate, and of what the output projection reads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Rows of queries, keys and values together, which pass the convolution."""
+        return 2 * self.key_size + self.value_size
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder of the Qwen2, Qwen3, Qwen3.5 or Llama family.
+
+    `rope_theta` is the base of the rotary frequencies, `partial_rotary_factor` the share of each head that turns;
+    `max_position_embeddings` is the length the model was made for, in tokens. The `*_bias` switches and `qk_norm`
+    say which parameters exist. `output_gate`: the query projection also makes a gate on what attention returns.
+    `zero_centered_norms`: a norm multiplies by 1 + scale. Every `full_attention_interval`-th layer is full
+    attention; where that is not 1, the others are gated delta layers of the sizes in `linear_attention`.
     """
 
     model_type: str
@@ -58,6 +105,11 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     initializer_range: float = 0.02
+    partial_rotary_factor: float = 1.0
+    output_gate: bool = False
+    zero_centered_norms: bool = False
+    full_attention_interval: int = 1
+    linear_attention: LinearAttention | None = None
 
     def __post_init__(self) -> None:
         if self.model_type not in ARCHITECTURES:
@@ -74,8 +126,36 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads}), so query heads cannot share key heads evenly"
             )
-        if self.head_dim % 2:
-            raise UserError(f"head_dim {self.head_dim} is odd, but rotary positions turn pairs of dimensions")
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            share = self.partial_rotary_factor
+            odd = "odd" if share == 1 else f"times partial_rotary_factor {share} not an even number"
+            raise UserError(f"head_dim {self.head_dim} is {odd}, but rotary positions turn pairs of dimensions")
+        if (self.full_attention_interval == 1) != (self.linear_attention is None):
+            raise UserError(
+                f"full_attention_interval is {self.full_attention_interval}, and sizes of the layers between are "
+                f"{'missing' if self.linear_attention is None else 'given'}: a hybrid model has both"
+            )
+        if self.num_hidden_layers % self.full_attention_interval:
+            raise UserError(
+                f"num_hidden_layers ({self.num_hidden_layers}) is not a multiple of full_attention_interval "
+                f"({self.full_attention_interval}): the last layer has to be full attention"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of each head that rotary positions turn, the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with full attention."""
+        every = self.full_attention_interval
+        return tuple(range(every - 1, self.num_hidden_layers, every))
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Numbers of the gated delta layers."""
+        return tuple(sorted(set(range(self.num_hidden_layers)) - set(self.full_layers)))
 
     @property
     def q_size(self) -> int:
@@ -104,7 +184,7 @@ class ModelConfig:
 
         `where` names the file in messages; `rope_theta` and `max_position_embeddings` override what it says.
         Raises UserError for a missing or ill-typed key and for any feature that the decoder does not have:
-        what is not understood is never ignored.
+        what is not understood is never ignored. A multimodal file (`text_config`) gives its text model.
         """
         return _Reader(raw, where).config(rope_theta, max_position_embeddings)
 
@@ -130,6 +210,22 @@ class ModelConfig:
             out["use_sliding_window"] = False
         if self.model_type == "llama":
             out["mlp_bias"] = self.mlp_bias
+        if self.linear_attention is not None:
+            sizes = self.linear_attention
+            out["rope_parameters"]["partial_rotary_factor"] = self.partial_rotary_factor
+            out |= {
+                "layer_types": [
+                    "full_attention" if layer in self.full_layers else "linear_attention"
+                    for layer in range(self.num_hidden_layers)
+                ],
+                "full_attention_interval": self.full_attention_interval,
+                "attn_output_gate": self.output_gate,
+                "linear_num_key_heads": sizes.key_heads,
+                "linear_num_value_heads": sizes.value_heads,
+                "linear_key_head_dim": sizes.key_dim,
+                "linear_value_head_dim": sizes.value_dim,
+                "linear_conv_kernel_dim": sizes.conv_width,
+            }
         return dict(sorted(out.items()))
 
 
@@ -138,6 +234,11 @@ class _Reader:
 
     def __init__(self, raw: Mapping[str, Any], where: str):
         self.raw, self.where = raw, where
+        text = raw.get("text_config")
+        if raw.get("model_type") == "qwen3_5" and isinstance(text, Mapping):
+            # A multimodal file: its text model is all that is read. What it leaves out stands outside.
+            outer = {k: raw[k] for k in ("tie_word_embeddings",) if k in raw}
+            self.raw, self.where = outer | dict(text), f"{where} (text_config)"
 
     def key(self, name: str, kinds: tuple[type, ...]) -> Any:
         if name not in self.raw:
@@ -155,9 +256,10 @@ class _Reader:
     def refuse(self, name: str, value: object, why: str) -> None:
         raise UserError(f"{self.where}: {name} is {value!r}: {why}")
 
-    def theta(self, override: float | None) -> float:
-        """Rotary base, after making sure that nothing but plain rotary positions is asked for."""
+    def rope(self, override: float | None, hybrid: bool) -> tuple[float, float]:
+        """Rotary base and share of a head that turns, after making sure that nothing else is asked for."""
         found: Any = None
+        share: Any = self.key("partial_rotary_factor", (int, float))
         for name in ("rope_parameters", "rope_scaling"):
             rope = self.key(name, (dict,))
             if rope is None:
@@ -165,18 +267,59 @@ class _Reader:
             for key in ("rope_type", "type"):
                 if key in rope and rope[key] != "default":
                     self.refuse(f"{name}.{key}", rope[key], "only rope_type 'default' is supported")
-            if "partial_rotary_factor" in rope and rope["partial_rotary_factor"] != 1:
-                factor = rope["partial_rotary_factor"]
-                self.refuse(f"{name}.partial_rotary_factor", factor, "only full rotation (1.0) is supported")
-            if "rope_theta" in rope:
-                found = rope["rope_theta"]
+            share = rope.get("partial_rotary_factor", share)
+            found = rope.get("rope_theta", found)
+        share = 1.0 if share is None else share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            self.refuse("partial_rotary_factor", share, "expected a number above 0 and at most 1")
+        if share != 1 and not hybrid:
+            self.refuse("partial_rotary_factor", share, "only full rotation (1.0) is supported for this model_type")
         if override is not None:
-            return float(override)
+            return float(override), float(share)
         if found is None:
             found = self.key("rope_theta", (int, float))
         if isinstance(found, bool) or not isinstance(found, int | float):
             self.refuse("rope_theta", found, "expected a number")
-        return float(found)
+        return float(found), float(share)
+
+    def interval(self, layers: int, hybrid: bool) -> int:
+        """Every how many layers full attention comes, from layer_types or full_attention_interval, which must agree."""
+        kinds, stated = self.key("layer_types", (list,)), self.key("full_attention_interval", (int,))
+        names = ("full_attention", "linear_attention") if hybrid else ("full_attention",)
+        if kinds is not None and (odd := sorted({str(kind) for kind in kinds} - set(names))):
+            self.refuse("layer_types", odd, f"supported are {', '.join(map(repr, names))}")
+        if kinds is not None and len(kinds) != layers:
+            self.refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
+        if not hybrid:
+            return 1
+        if kinds is None and stated is None:
+            self.refuse("layer_types", None, "give it, or full_attention_interval")
+        if kinds is None:
+            return int(stated)
+        every = kinds.index("full_attention") + 1 if "full_attention" in kinds else layers + 1
+        if (
+            every < 2
+            or layers % every
+            or kinds != (["linear_attention"] * (every - 1) + ["full_attention"]) * (layers // every)
+        ):
+            self.refuse("layer_types", kinds, "supported are equal groups of linear layers that end with a full one")
+        if stated is not None and stated != every:
+            self.refuse("full_attention_interval", stated, f"layer_types has full attention every {every} layers")
+        return every
+
+    def linear_attention(self) -> LinearAttention:
+        """Sizes of the gated delta layers, after making sure that their gates are those that are computed."""
+        if (gate := self.key("output_gate_type", (str,))) != "swish":
+            self.refuse("output_gate_type", gate, "only 'swish' is supported")
+        if not self.key("attn_output_gate", (bool,)):
+            self.refuse("attn_output_gate", False, "only attention with an output gate is supported")
+        return LinearAttention(
+            key_heads=self.key("linear_num_key_heads", (int,)),
+            value_heads=self.key("linear_num_value_heads", (int,)),
+            key_dim=self.key("linear_key_head_dim", (int,)),
+            value_dim=self.key("linear_value_head_dim", (int,)),
+            conv_width=self.key("linear_conv_kernel_dim", (int,)),
+        )
 
     def config(self, rope_theta: float | None, max_positions: int | None) -> ModelConfig:
         model_type = self.key("model_type", (str,))
@@ -191,11 +334,8 @@ class _Reader:
             if self.key(name, (bool,)):
                 self.refuse(name, True, "only full attention over plain positions is supported; set it to false")
         layers = self.key("num_hidden_layers", (int,))
-        kinds = self.key("layer_types", (list,))
-        if kinds is not None and set(kinds) != {"full_attention"}:
-            self.refuse("layer_types", sorted(map(str, set(kinds))), "only 'full_attention' is supported")
-        if kinds is not None and len(kinds) != layers:
-            self.refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
+        hybrid = model_type == "qwen3_5_text"
+        theta, share = self.rope(rope_theta, hybrid)
         heads, hidden = self.key("num_attention_heads", (int,)), self.key("hidden_size", (int,))
         head_dim = self.key("head_dim", (int,))
         if head_dim is None:
@@ -218,14 +358,19 @@ class _Reader:
                 num_key_value_heads=heads if kv_heads is None else kv_heads,
                 head_dim=head_dim,
                 rms_norm_eps=float(self.key("rms_norm_eps", (int, float))),
-                rope_theta=self.theta(rope_theta),
+                rope_theta=theta,
                 max_position_embeddings=max_positions,
                 tie_word_embeddings=self.key("tie_word_embeddings", (bool,)),
                 qkv_bias=model_type == "qwen2" or bias,
                 o_bias=bias,
                 mlp_bias=model_type == "llama" and self.key("mlp_bias", (bool,)),
-                qk_norm=model_type == "qwen3",
+                qk_norm=model_type == "qwen3" or hybrid,
                 initializer_range=float(self.key("initializer_range", (int, float))),
+                partial_rotary_factor=share,
+                output_gate=hybrid,
+                zero_centered_norms=hybrid,
+                full_attention_interval=self.interval(layers, hybrid),
+                linear_attention=self.linear_attention() if hybrid else None,
             )
         except UserError as error:
             message = str(error)

@@ -7,6 +7,8 @@ Parameters are a plain nested dict of arrays, stacked over layers on axis 0 (`la
 import dataclasses
 from dataclasses import dataclass
 from functools import cache as memo
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -18,9 +20,10 @@ from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.errors import UserError
-from logra_jax.models.cache import Cache, LayerKV
+from logra_jax.models.block import DecoderLayer
+from logra_jax.models.cache import Cache, LayerCache
 from logra_jax.models.config import ModelConfig
-from logra_jax.models.layers import DecoderLayer, Embedding, Linear, RMSNorm, Sight, rope_angles
+from logra_jax.models.layers import Embedding, Linear, RMSNorm, Sight, rope_angles
 from logra_jax.models.names import name_table
 
 Params = dict[str, Any]
@@ -40,6 +43,10 @@ def check_dtype(name: str, value: Any) -> str:
     return text
 
 
+# Both kinds of layers of a hybrid model keep their parameters under "layers"; this names the graph of the linear kind.
+LINEAR_LAYERS = "linear_layers"
+
+
 class _Parts(NamedTuple):
     """The static graphs of a model's modules, and shape and logical axes of each parameter by path."""
 
@@ -54,17 +61,19 @@ def _parts(config: ModelConfig, mesh: Mesh | None = None) -> _Parts:
     modules: dict[str, nnx.Module] = {
         "embed_tokens": Embedding(config.vocab_size, config.hidden_size, mesh),
         "layers": DecoderLayer(config, mesh),
-        "norm": RMSNorm(config.hidden_size, config.rms_norm_eps),
+        "norm": RMSNorm(config.hidden_size, config.rms_norm_eps, config.zero_centered_norms),
     }
+    if config.linear_attention is not None:
+        modules[LINEAR_LAYERS] = DecoderLayer(config, mesh, full=False)
     if not config.tie_word_embeddings:
         modules["lm_head"] = Linear(config.hidden_size, config.vocab_size, axes=("embed", "vocab"))
-    parts = _Parts({}, {}, {})
+    parts, table = _Parts({}, {}, {}), name_table(config)
     for name, module in modules.items():
         parts.graphs[name], state = nnx.split(module)
-        stacked = name == "layers"
-        lead, lead_axes = ((config.num_hidden_layers,), ("layers",)) if stacked else ((), ())
         for path, leaf in nnx.to_flat_state(state):
-            key = "/".join([name, *map(str, path)])
+            key = "/".join(["layers" if name == LINEAR_LAYERS else name, *map(str, path)])
+            stacked = table[key].layers
+            lead, lead_axes = ((), ()) if stacked is None else ((len(stacked),), ("layers",))
             parts.shapes[key] = lead + leaf.get_value().shape
             parts.axes[key] = lead_axes + leaf.logical
     return parts
@@ -139,7 +148,9 @@ class CausalLM:
                 raise ValueError(f"{time} new tokens do not fit a cache of {slots} slots")
             valid = jax.lax.dynamic_update_slice(cache.valid, real, (jnp.zeros_like(offset), offset))
             positions = jnp.maximum(counted + cache.lengths[:, None] - 1, 0)
-            kv = LayerKV(cache.k, cache.v, layer=jnp.zeros((), jnp.int32), slot=cache.slot)
+            first = jnp.zeros((), jnp.int32)
+            hybrid = {} if cache.state is None else {"window": cache.window, "state": cache.state, "linear": first}
+            kv = LayerCache(cache.k, cache.v, first, cache.slot, **hybrid)
 
         graphs = _parts(self.config, self.mesh).graphs
         x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
@@ -147,7 +158,8 @@ class CausalLM:
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
             return x
-        return x, Cache(kv.k, kv.v, valid, cache.lengths + counted[:, -1], cache.slot + time)
+        lengths, slot = cache.lengths + counted[:, -1], cache.slot + time
+        return x, Cache(kv.k, kv.v, valid, lengths, slot, kv.window, kv.state)
 
     def _layers(
         self,
@@ -155,26 +167,41 @@ class CausalLM:
         x: Float[Array, "batch time d"],
         positions: Int[Array, "batch time"],
         sight: Sight,
-        kv: LayerKV | None,
-    ) -> tuple[jax.Array, LayerKV | None]:
-        """Run the stacked layers; a leaf may be any pytree whose arrays are stacked on axis 0."""
-        graph = _parts(self.config, self.mesh).graphs["layers"]
+        kv: LayerCache | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Run the stacked layers; a leaf may be any pytree whose arrays are stacked on axis 0.
+
+        The loop is over groups of layers that end with full attention: one layer each, but in hybrid models.
+        """
+        graphs, every = _parts(self.config, self.mesh).graphs, self.config.full_attention_interval
         rope = rope_angles(positions, self.config, self.compute_dtype)
-
-        def layer(carry: tuple[jax.Array, LayerKV | None], values: Params) -> tuple[Any, None]:
-            x, kv = carry
-            x, kv = nnx.merge(graph, values)(x, rope, sight, kv)
-            return (x, None if kv is None else kv._replace(layer=kv.layer + 1)), None
-
-        layers = self.config.num_hidden_layers
+        groups = self.config.num_hidden_layers // every
         unroll = self.scan_unroll
         if unroll is None:
-            unroll = layers if jax.default_backend() == "cpu" and layers <= UNROLLED_LAYERS_ON_CPU else 1
+            short = jax.default_backend() == "cpu" and self.config.num_hidden_layers <= UNROLLED_LAYERS_ON_CPU
+            unroll = groups if short else 1
+
+        def layer(full: bool, carry: tuple[jax.Array, LayerCache | None], values: Params) -> Any:
+            x, kv = nnx.merge(graphs["layers" if full else LINEAR_LAYERS], values)(carry[0], rope, sight, carry[1])
+            if kv is not None:
+                kv = kv._replace(layer=kv.layer + 1) if full else kv._replace(linear=kv.linear + 1)
+            return x, kv
+
         if self.remat == "full":
             # In a loop body nothing can be merged with the recomputation, so no barriers are needed there.
             policy = jax.checkpoint_policies.nothing_saveable
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=unroll > 1)
-        (x, kv), _ = jax.lax.scan(layer, (x, kv), params, length=layers, unroll=min(unroll, layers))
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=unroll > 1, static_argnums=0)
+
+        def group(carry: tuple[jax.Array, LayerCache | None], values: Params) -> tuple[Any, None]:
+            for place in range(every):
+                carry = layer(place == every - 1, carry, _layer_of_group(values, place, every))
+            return carry, None
+
+        sizes = {"self_attn": 1, "linear_attn": every - 1}
+        grouped = {
+            name: jax.tree.map(partial(_split_first, sizes.get(name, every)), part) for name, part in params.items()
+        }
+        (x, kv), _ = jax.lax.scan(group, (x, kv), grouped, length=groups, unroll=min(unroll, groups))
         return x, kv
 
     def logits(
@@ -194,15 +221,21 @@ class CausalLM:
 
     def init_cache(self, batch: int, length: int, dtype: Any = None) -> Cache:
         """An empty cache of `length` slots, for prompt and new tokens; `dtype`: by default compute_dtype."""
-        c = self.config
+        c, linear = self.config, self.config.linear_attention
         kept = jnp.dtype(self.compute_dtype if dtype is None else dtype)
-        shape = (c.num_hidden_layers, batch, length, c.num_key_value_heads, c.head_dim)
+        shape = (len(c.full_layers), batch, length, c.num_key_value_heads, c.head_dim)
+        count, window, state = len(c.linear_layers), None, None
+        if linear is not None:
+            window = jnp.zeros((count, batch, linear.conv_width - 1, linear.channels), kept)
+            state = jnp.zeros((count, batch, linear.value_heads, linear.key_dim, linear.value_dim), jnp.float32)
         return Cache(
             k=jnp.zeros(shape, kept),
             v=jnp.zeros(shape, kept),
             valid=jnp.zeros((batch, length), jnp.bool_),
             lengths=jnp.zeros((batch,), jnp.int32),
             slot=jnp.zeros((), jnp.int32),
+            window=window,
+            state=state,
         )
 
     def abstract_params(self, dtype: Any = "float32") -> Params:
@@ -233,8 +266,20 @@ class CausalLM:
 
     def weight_names(self) -> dict[str, tuple[str, ...]]:
         """Every parameter path -> its Hugging Face tensor names, one per layer for a stacked leaf."""
-        layers = self.config.num_hidden_layers
-        return {path: name.names(layers) for path, name in name_table(self.config).items()}
+        return {path: name.names for path, name in name_table(self.config).items()}
+
+
+def _layer_of_group(values: Params, place: int, every: int) -> Params:
+    """The parameters of one layer of a group of `every`, the last of which has full attention."""
+    last = place == every - 1
+    own = {"self_attn": 0} if last else {"linear_attn": place}
+    rest = values.keys() - {"self_attn", "linear_attn"}
+    return {name: jax.tree.map(itemgetter(own.get(name, place)), values[name]) for name in (*rest, *own)}
+
+
+def _split_first(size: int, x: Array) -> Array:
+    """The first axis as two, the second of them of that size."""
+    return x.reshape(-1, size, *x.shape[1:])
 
 
 def project(hidden: Float[Array, "batch time d"], head: Any) -> Float[Array, "batch time vocab"]:

@@ -129,9 +129,10 @@ def causal_conv(
     kernel: Float[Array, "width channels"],
     segments: Int[Array, "batch time"] | None = None,
 ) -> Float[Array, "batch time channels"]:
-    """`y_t = sum_j kernel[j] x_{t - (width - 1) + j}`, channel by channel; `window` is what came before, width - 1 inputs.
+    """`y_t = sum_j kernel[j] x_{t - (width - 1) + j}`, channel by channel; `window` is what came before.
 
-    A tap that reaches into another segment counts as zero; the window belongs to the first token's segment.
+    The window holds width - 1 inputs and belongs to the first token's segment. A tap that reaches into another
+    segment counts as zero.
     """
     time, taps = x.shape[1], kernel.shape[0] - 1
     whole = jnp.concatenate([window.astype(x.dtype), x], axis=1)
@@ -139,7 +140,7 @@ def causal_conv(
     total = jnp.zeros_like(x)
     for j in range(taps + 1):
         tap = whole[:, j : j + time] * kernel[j].astype(x.dtype)[None, None]
-        if numbers is not None:
+        if segments is not None and numbers is not None:
             tap = jnp.where((numbers[:, j : j + time] == segments)[..., None], tap, 0)
         total = total + tap
     return total
@@ -150,7 +151,7 @@ def next_window(
     window: Float[Array, "batch taps channels"],
     lengths: Int[Array, " batch"],
 ) -> Float[Array, "batch taps channels"]:
-    """The last inputs of each row, of which the first `lengths` of `time` are there, as `causal_conv` wants them next."""
+    """The window that follows, where of each row's inputs the first `lengths` are there."""
     whole = jnp.concatenate([window, x.astype(window.dtype)], axis=1)
     at = lengths[:, None] + jnp.arange(window.shape[1])[None]
     return jnp.take_along_axis(whole, at[..., None], axis=1)

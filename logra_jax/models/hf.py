@@ -69,12 +69,11 @@ def load_hf(
     if unknown := set(asked or ()) - set(shapes):
         raise UserError(f"load_hf: dtype names {listing(unknown)}, which are no parameters of this model")
     for path, leaf in shapes.items():
-        names = table[path].names(config.num_hidden_layers)
+        names = table[path].names
         kind = dtype if asked is None else asked.get(path) or _stored_dtype(home[n].entries[n].dtype for n in names)
         stack = np.empty(leaf.shape, DTYPES[CODES[check_dtype("dtype", kind)]])
-        for row, name in zip(stack if path.startswith("layers/") else [stack], names, strict=True):
-            value = home[name].read(name)
-            row[...] = value.T if table[path].transpose else value
+        for row, name in zip([stack] if table[path].layers is None else stack, names, strict=True):
+            row[...] = table[path].from_file(home[name].read(name))
         loaded[path] = jax.device_put(stack, None if places is None else places[path])
     return model, unflatten_dict(loaded, sep="/")
 
@@ -166,11 +165,9 @@ def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) ->
 def hf_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model's files -> its shape there (linear weights are `[out, in]`)."""
     out: dict[str, tuple[int, ...]] = {}
-    layers = model.config.num_hidden_layers
     shapes: Mapping[str, Any] = flatten_dict(model.abstract_params(), sep="/")
     for path, name in name_table(model.config).items():
-        shape = shapes[path].shape[1:] if path.startswith("layers/") else shapes[path].shape
-        out |= dict.fromkeys(name.names(layers), shape[::-1] if name.transpose else shape)
+        out |= dict.fromkeys(name.names, name.file_shape(shapes[path].shape))
     return out
 
 

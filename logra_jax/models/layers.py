@@ -1,4 +1,4 @@
-"""The parts of a decoder as Flax NNX modules: norm, linear, attention, gated MLP, one layer.
+"""The parts of a decoder as Flax NNX modules: norm, linear, embedding, attention, gated MLP.
 
 Modules are built from shapes alone: a parameter starts as a `jax.ShapeDtypeStruct` and gets its value when
 `nnx.merge` puts a parameter tree into the module's graph. Each parameter names its logical axes, which
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.mesh import AxisTable, constrain
-from logra_jax.models.cache import LayerKV
+from logra_jax.models.cache import LayerCache
 from logra_jax.models.config import ModelConfig
 
 QUERY_BLOCK = 512  # queries whose scores exist at a time: longer sequences take several turns
@@ -32,6 +32,10 @@ class Sight(NamedTuple):
         queries = jnp.arange(count) + start + self.offset
         seen = jnp.arange(self.valid.shape[1])[None, :] <= queries[:, None]
         return seen[None] & self.valid[:, None, :]
+
+    def real(self, count: int) -> Bool[Array, "batch count"]:
+        """Which of `count` queries are no padding."""
+        return jax.lax.dynamic_slice_in_dim(self.valid, self.offset, count, axis=1)
 
 
 class Rope(NamedTuple):
@@ -52,15 +56,20 @@ def along_last(vector: Float[Array, "d"], like: Float[Array, "... d"]) -> Float[
 
 
 class RMSNorm(nnx.Module):
-    """`scale * x / sqrt(mean(x^2) + eps)`: statistics in float32, the product in the activation dtype."""
+    """`scale * x / sqrt(mean(x^2) + eps)`: statistics in float32, the product in the activation dtype.
 
-    def __init__(self, size: int, eps: float):
+    zero_centered: the factor is 1 + scale, and the product is in float32 too.
+    """
+
+    def __init__(self, size: int, eps: float, zero_centered: bool = False):
         self.scale = param(size, axes=("norm",))
-        self.eps = eps
+        self.eps, self.zero_centered = eps, zero_centered
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        if self.zero_centered:
+            return (normed + normed * along_last(self.scale.get_value(), normed)).astype(x.dtype)
         normed = normed.astype(x.dtype)
         return normed * along_last(self.scale.get_value(), normed)
 
@@ -106,19 +115,20 @@ class Embedding(nnx.Module):
 
 
 def rope_angles(positions: Int[Array, "batch time"], config: ModelConfig, dtype: jax.typing.DTypeLike) -> Rope:
-    """Angles `position * theta^(-2i/head_dim)`, computed in float32."""
-    half = config.head_dim // 2
-    exponents = jnp.arange(half, dtype=jnp.float32) * (-2.0 / config.head_dim)
+    """Angles `position * theta^(-2i/rotary_dim)`, computed in float32."""
+    half = config.rotary_dim // 2
+    exponents = jnp.arange(half, dtype=jnp.float32) * (-2.0 / config.rotary_dim)
     frequencies = jnp.power(jnp.float32(config.rope_theta), exponents)
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
     return Rope(jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype))
 
 
 def rotate(x: Float[Array, "batch time heads head_dim"], rope: Rope) -> Float[Array, "batch time heads head_dim"]:
-    """Rotary positions in the half-split layout: dimension i turns together with i + head_dim / 2."""
-    a, b = jnp.split(x, 2, axis=-1)
+    """Rotary positions in the half-split layout: of the first 2 * half dimensions, i turns together with i + half."""
+    half = rope.cos.shape[-1]
+    a, b, still = jnp.split(x, [half, 2 * half], axis=-1)
     cos, sin = rope.cos[:, :, None], rope.sin[:, :, None]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, still], axis=-1)
 
 
 def attend(
@@ -165,28 +175,37 @@ def attend_in_blocks(
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions, and RMSNorm on query and key heads where asked for."""
+    """Grouped-query attention with rotary positions, and RMSNorm on query and key heads where asked for.
+
+    With an output gate the query projection has, head by head, the query and then a gate of the same size, whose
+    sigmoid multiplies what the head returns.
+    """
 
     def __init__(self, config: ModelConfig, mesh: Mesh | None = None):
         c = config
         self.config = config
         linear = partial(Linear, mesh=mesh)
-        self.q_proj = linear(c.hidden_size, c.q_size, axes=("embed", "q_heads"), bias=c.qkv_bias)
+        q_size = 2 * c.q_size if c.output_gate else c.q_size
+        self.q_proj = linear(c.hidden_size, q_size, axes=("embed", "q_heads"), bias=c.qkv_bias)
         self.k_proj = linear(c.hidden_size, c.kv_size, axes=("embed", "kv_heads"), bias=c.qkv_bias)
         self.v_proj = linear(c.hidden_size, c.kv_size, axes=("embed", "kv_heads"), bias=c.qkv_bias)
         self.o_proj = linear(c.q_size, c.hidden_size, axes=("heads_in", "width"), bias=c.o_bias)
-        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
+        norm = partial(RMSNorm, c.head_dim, c.rms_norm_eps, c.zero_centered_norms)
+        self.q_norm = norm() if c.qk_norm else None
+        self.k_norm = norm() if c.qk_norm else None
 
     def __call__(
         self,
         x: Float[Array, "batch time d"],
         rope: Rope,
         sight: Sight,
-        kv: LayerKV | None,
-    ) -> tuple[Float[Array, "batch time d"], LayerKV | None]:
-        heads = (*x.shape[:2], -1, self.config.head_dim)
-        q, k, v = (proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        kv: LayerCache | None,
+    ) -> tuple[Float[Array, "batch time d"], LayerCache | None]:
+        c, places = self.config, x.shape[:2]
+        q, k, v = (proj(x).reshape(*places, -1, c.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        gate = None
+        if c.output_gate:
+            q, gate = (half[..., 0, :] for half in jnp.split(q.reshape(*places, -1, 2, c.head_dim), 2, axis=-2))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, rope), rotate(k, rope)
@@ -194,7 +213,9 @@ class Attention(nnx.Module):
             kv = kv.write(k, v)
             k, v = kv.read(x.dtype)
         mixed = attend_in_blocks(q, k, v, sight)
-        return self.o_proj(mixed.reshape(*x.shape[:2], -1)), kv
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(gate)
+        return self.o_proj(mixed.reshape(*places, -1)), kv
 
 
 class MLP(nnx.Module):
@@ -209,26 +230,3 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch time d"]) -> Float[Array, "batch time d"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DecoderLayer(nnx.Module):
-    """A token mixer and an MLP, each behind a norm and beside the residual stream."""
-
-    def __init__(self, config: ModelConfig, mesh: Mesh | None = None):
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, mesh)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, mesh)
-        self.mesh = mesh
-
-    def __call__(
-        self,
-        x: Float[Array, "batch time d"],
-        rope: Rope,
-        sight: Sight,
-        kv: LayerKV | None,
-    ) -> tuple[Float[Array, "batch time d"], LayerKV | None]:
-        mixed, kv = self.self_attn(self.input_layernorm(x), rope, sight, kv)
-        x = constrain(x + mixed, self.mesh, "batch", None, None)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return constrain(x, self.mesh, "batch", None, None), kv

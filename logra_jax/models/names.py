@@ -1,48 +1,87 @@
 """The one table between parameter paths and Hugging Face tensor names. Free of jax, for rollout engines.
 
 A Hugging Face linear weight is `[out, in]`; the kernel here is its transpose `[in, out]`. Layers are stacked
-on axis 0 here and numbered in the name there.
+on axis 0 here, those that have the weight, and numbered in the name there.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from logra_jax.models.config import ModelConfig
 
 
 class HfName(NamedTuple):
-    """Where a leaf lives in a Hugging Face file: its name, with `{}` for the layer of a stacked leaf."""
+    """Where a leaf lives in a Hugging Face file: its name, with `{}` for the layer of a stacked leaf.
+
+    layers: numbers of the layers that are stacked, None for a leaf that is not a stack. transpose: the file has the
+    transpose of one layer's matrix; unit_axis: with an axis of size 1 in its middle.
+    """
 
     template: str
+    layers: tuple[int, ...] | None = None
     transpose: bool = False
+    unit_axis: bool = False
 
-    def names(self, layers: int) -> tuple[str, ...]:
+    @property
+    def names(self) -> tuple[str, ...]:
         """Tensor names in the order of the stacking axis; one name for a leaf that is not stacked."""
-        if "{}" not in self.template:
+        if self.layers is None:
             return (self.template,)
-        return tuple(self.template.format(layer) for layer in range(layers))
+        return tuple(self.template.format(layer) for layer in self.layers)
+
+    def to_file(self, value: Any) -> Any:
+        """One layer's value as the file has it."""
+        value = value.T if self.transpose else value
+        return value[:, None] if self.unit_axis else value
+
+    def from_file(self, value: Any) -> Any:
+        """What the file has as one layer's value."""
+        value = value[:, 0] if self.unit_axis else value
+        return value.T if self.transpose else value
+
+    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor in the file for the shape of the whole leaf."""
+        one = shape if self.layers is None else shape[1:]
+        one = one[::-1] if self.transpose else one
+        return (one[0], 1, *one[1:]) if self.unit_axis else one
 
 
 def name_table(config: ModelConfig) -> dict[str, HfName]:
-    """Every parameter of the model, `"layers/mlp/up_proj/kernel"` -> its name in a Hugging Face file."""
+    """Every parameter of the model, `"layers/mlp/up_proj/kernel"` -> its name in a Hugging Face file.
+
+    The names are those of a text model; a multimodal file has `model.language_model.` for `model.`.
+    """
     table = {
         "embed_tokens/embedding": HfName("model.embed_tokens.weight"),
         "norm/scale": HfName("model.norm.weight"),
     }
     if not config.tie_word_embeddings:
         table["lm_head/kernel"] = HfName("lm_head.weight", transpose=True)
+    every, full, linear = tuple(range(config.num_hidden_layers)), config.full_layers, config.linear_layers
+
+    def stacked(layers: tuple[int, ...], path: str, leaf: str, suffix: str = ".weight", **form: bool) -> None:
+        name = f"model.layers.{{}}.{path.replace('/', '.')}{suffix}"
+        table[f"layers/{path}/{leaf}".removesuffix("/")] = HfName(name, layers, **form)
+
+    def linears(layers: tuple[int, ...], block: str, names: str, bias: bool = False) -> None:
+        for name in names.split():
+            stacked(layers, f"{block}/{name}", "kernel", transpose=True)
+            if bias:
+                stacked(layers, f"{block}/{name}", "bias", ".bias")
+
     for norm in ("input_layernorm", "post_attention_layernorm"):
-        table[f"layers/{norm}/scale"] = HfName(f"model.layers.{{}}.{norm}.weight")
+        stacked(every, norm, "scale")
     if config.qk_norm:
         for norm in ("q_norm", "k_norm"):
-            table[f"layers/self_attn/{norm}/scale"] = HfName(f"model.layers.{{}}.self_attn.{norm}.weight")
-    linears = [("self_attn", name, config.qkv_bias) for name in ("q_proj", "k_proj", "v_proj")]
-    linears += [("self_attn", "o_proj", config.o_bias)]
-    linears += [("mlp", name, config.mlp_bias) for name in ("gate_proj", "up_proj", "down_proj")]
-    for block, name, bias in linears:
-        here, there = f"layers/{block}/{name}", f"model.layers.{{}}.{block}.{name}"
-        table[f"{here}/kernel"] = HfName(f"{there}.weight", transpose=True)
-        if bias:
-            table[f"{here}/bias"] = HfName(f"{there}.bias")
+            stacked(full, f"self_attn/{norm}", "scale")
+    linears(full, "self_attn", "q_proj k_proj v_proj", config.qkv_bias)
+    linears(full, "self_attn", "o_proj", config.o_bias)
+    linears(every, "mlp", "gate_proj up_proj down_proj", config.mlp_bias)
+    if config.linear_attention is not None:
+        linears(linear, "linear_attn", "in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj")
+        stacked(linear, "linear_attn/conv1d", "kernel", transpose=True, unit_axis=True)
+        stacked(linear, "linear_attn/norm", "scale")
+        for name in ("A_log", "dt_bias"):
+            stacked(linear, f"linear_attn/{name}", "", "")
     return table

@@ -155,7 +155,7 @@ def _reader(
         path, layer = place[name]
 
         def fetch(leaf: Any) -> np.ndarray:
-            return np.asarray(jax.device_get(leaf[layer] if path.startswith("layers/") else leaf))
+            return np.asarray(jax.device_get(leaf if table[path].layers is None else leaf[layer]))
 
         value, rest = fetch(flat[path]), residual.get(path)
         if rest is not None and codes[name] != "BF16":
@@ -167,7 +167,7 @@ def _reader(
                 f"{name} has values up to {np.abs(value.astype(np.float32)).max():.4g}, too large for the "
                 f"source's float16; save with dtype='bfloat16' or 'float32'"
             )
-        return stored.T if table[path].transpose else stored
+        return table[path].to_file(stored)
 
     return read
 
