@@ -142,6 +142,11 @@ class ModelConfig:
             )
 
     @property
+    def hybrid(self) -> bool:
+        """Whether some layers are gated delta layers; files of such models may be multimodal."""
+        return self.linear_attention is not None
+
+    @property
     def rotary_dim(self) -> int:
         """Dimensions of each head that rotary positions turn, the first ones."""
         return int(self.head_dim * self.partial_rotary_factor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from logra_jax.errors import UserError
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.decoder import CausalLM, Params, check_dtype
-from logra_jax.models.names import name_table
+from logra_jax.models.names import name_table, text_name
 from logra_jax.models.tensor_file import CODES, DTYPES, TensorFile, open_tensor_file
 from logra_jax.models.tokens import end_and_pad_ids
 
@@ -32,7 +32,7 @@ def load_hf(
     rope_theta: float | None = None,
     max_position_embeddings: int | None = None,
 ) -> tuple[CausalLM, Params]:
-    """Load a Qwen2, Qwen2.5, Qwen3 or Llama folder as `(model, params)`.
+    """Load a Qwen2, Qwen2.5, Qwen3, Qwen3.5 (text alone) or Llama folder as `(model, params)`.
 
     dtype: of the parameters, "float32" or "bfloat16", whatever the file stores; or a mapping from parameter
         paths to those, where a parameter that is not in it stays as stored (float16 and mixed stacks become
@@ -60,8 +60,7 @@ def load_hf(
     end_ids, pad_id = end_and_pad_ids(folder, raw)
     model = CausalLM(config, compute_dtype=compute_dtype, source=str(folder.resolve()), end_ids=end_ids, pad_id=pad_id)
     files = open_shards(folder)
-    check_tensors(folder, model, files)
-    home = {name: file for file in files for name in file.entries}
+    home = check_tensors(folder, model, files)
     table = name_table(config)
     places = None if shardings is None else flatten_dict(shardings, sep="/")
     loaded: dict[str, jax.Array] = {}
@@ -70,10 +69,10 @@ def load_hf(
         raise UserError(f"load_hf: dtype names {listing(unknown)}, which are no parameters of this model")
     for path, leaf in shapes.items():
         names = table[path].names
-        kind = dtype if asked is None else asked.get(path) or _stored_dtype(home[n].entries[n].dtype for n in names)
+        kind = dtype if asked is None else asked.get(path) or _stored_dtype(home[n].dtype for n in names)
         stack = np.empty(leaf.shape, DTYPES[CODES[check_dtype("dtype", kind)]])
         for row, name in zip([stack] if table[path].layers is None else stack, names, strict=True):
-            row[...] = table[path].from_file(home[name].read(name))
+            row[...] = table[path].from_file(home[name].read())
         loaded[path] = jax.device_put(stack, None if places is None else places[path])
     return model, unflatten_dict(loaded, sep="/")
 
@@ -135,10 +134,38 @@ def open_shards(folder: Path) -> list[TensorFile]:
     return files
 
 
-def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) -> None:
-    """Every expected tensor is there in its shape and nothing else is, or UserError."""
+class Stored(NamedTuple):
+    """A tensor of a file, under the name it has there."""
+
+    file: TensorFile
+    name: str
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype code."""
+        return self.file.entries[self.name].dtype
+
+    def read(self) -> np.ndarray:
+        """Its value."""
+        return self.file.read(self.name)
+
+
+def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) -> dict[str, Stored]:
+    """Where each tensor of the model is, by its text-only name: all are there in their shapes and nothing else is.
+
+    Beside the text of a multimodal file may lie what `names.BESIDE_TEXT` says. Raises UserError.
+    """
     expected = hf_shapes(model)
-    found: dict[str, TensorFile] = {name: file for file in files for name in file.entries}
+    found: dict[str, Stored] = {}
+    for file in files:
+        for stored in file.entries:
+            name = text_name(stored) if model.config.hybrid else stored
+            if name in found:
+                raise UserError(
+                    f"{file.path} holds both {stored!r} and {found[name].name!r}, which are the same tensor"
+                )
+            if name is not None:
+                found[name] = Stored(file, stored)
     allowed = set(expected)
     if model.config.tie_word_embeddings:
         allowed.add(TIED_HEAD)  # a head stored beside the flag is ignored: the flag decides
@@ -148,18 +175,20 @@ def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) ->
             hint = "tie_word_embeddings is false, so the output head must be stored"
         raise UserError(f"{folder} lacks {listing(missing)}: {hint}")
     if extra := set(found) - allowed:
-        where = found[min(extra)].path.name
+        where = found[min(extra)].file.path.name
         raise UserError(
             f"{folder / where} holds {listing(extra)}, which a {model.config.model_type} model of this "
             f"config.json does not have; loading would drop it, so check that config.json fits the weights"
         )
     for name, shape in expected.items():
-        entry = found[name].entries[name]
+        stored = found[name]
+        entry = stored.file.entries[stored.name]
         if entry.shape != shape:
             raise UserError(
-                f"{found[name].path}: tensor {name!r} has shape {list(entry.shape)}, expected {list(shape)} "
+                f"{stored.file.path}: tensor {stored.name!r} has shape {list(entry.shape)}, expected {list(shape)} "
                 f"from config.json; check that the two belong together"
             )
+    return {name: found[name] for name in expected}
 
 
 def hf_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,17 @@ from typing import Any, NamedTuple
 
 from logra_jax.models.config import ModelConfig
 
+# A multimodal file has the tensors of its text model under the first prefix, and others beside them: an image
+# encoder and a head that predicts several tokens, which are neither computed nor changed here.
+MULTIMODAL_PREFIX, BESIDE_TEXT = "model.language_model.", ("model.visual.", "mtp.")
+
+
+def text_name(stored: str) -> str | None:
+    """The name of a stored tensor in a text-only file, None if it is none of the text model's."""
+    if stored.startswith(MULTIMODAL_PREFIX):
+        return "model." + stored.removeprefix(MULTIMODAL_PREFIX)
+    return None if stored.startswith(BESIDE_TEXT) else stored
+
 
 class HfName(NamedTuple):
     """Where a leaf lives in a Hugging Face file: its name, with `{}` for the layer of a stacked leaf.

@@ -18,7 +18,7 @@ from logra_jax.errors import UserError
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.decoder import CausalLM, Params, check_dtype
 from logra_jax.models.hf import INDEX, SINGLE, hf_shapes, open_shards, read_json
-from logra_jax.models.names import name_table
+from logra_jax.models.names import name_table, text_name
 from logra_jax.models.tensor_file import CODES, DTYPES, write_tensor_file
 
 SIDE_FILES = (
@@ -126,19 +126,23 @@ def _layout(
             f"weights and config.json alone with model.replace(source=None)"
         )
     layout: Layout = {}
-    metadata = {}
+    metadata, missing = {}, set(shapes)
     for file in open_shards(Path(model.source)):
         ordered = sorted(file.entries.items(), key=lambda item: item[1].begin)
-        kept = {
-            name: (entry.dtype if code is None else code, shapes[name]) for name, entry in ordered if name in shapes
-        }
+        kept = {}
+        for stored, entry in ordered:
+            name = text_name(stored) if model.config.hybrid else stored
+            if name is None:
+                kept[stored] = entry.dtype, entry.shape  # no part of the text model: as it is
+            elif name in shapes:
+                kept[stored] = entry.dtype if code is None else code, shapes[name]
+                missing.discard(name)
         if not kept:
             continue  # a shard that held nothing but the head of a tied model
         layout[file.path.name] = kept
         metadata[file.path.name] = {"format": "pt"} | dict(file.metadata or {})
-    stored = {name for tensors in layout.values() for name in tensors}
-    if stored != shapes.keys():
-        odd = ", ".join(sorted(shapes.keys() - stored)[:6])
+    if missing:
+        odd = ", ".join(sorted(missing)[:6])
         raise UserError(f"{model.source} has changed since the model was loaded: it lacks {odd}")
     return layout, metadata
 
@@ -151,23 +155,31 @@ def _reader(
     codes = {name: code for tensors in layout.values() for name, (code, _) in tensors.items()}
     place = {name: (path, layer) for path, names in model.weight_names().items() for layer, name in enumerate(names)}
 
-    def read(name: str) -> np.ndarray:
+    # What is no part of the text model comes from the file it is in.
+    beside = {}
+    if model.source is not None and model.config.hybrid:
+        beside = {name: file for file in open_shards(Path(model.source)) for name in file.entries}
+
+    def read(stored: str) -> np.ndarray:
+        name = text_name(stored) if model.config.hybrid else stored
+        if name is None:
+            return beside[stored].read(stored)
         path, layer = place[name]
 
         def fetch(leaf: Any) -> np.ndarray:
             return np.asarray(jax.device_get(leaf if table[path].layers is None else leaf[layer]))
 
         value, rest = fetch(flat[path]), residual.get(path)
-        if rest is not None and codes[name] != "BF16":
+        if rest is not None and codes[stored] != "BF16":
             value = value.astype(np.float32) + fetch(rest).astype(np.float32)
         with np.errstate(over="ignore"):
-            stored = value.astype(DTYPES[codes[name]])
-        if codes[name] == "F16" and np.isfinite(value).all() and not np.isfinite(stored).all():
+            written = value.astype(DTYPES[codes[stored]])
+        if codes[stored] == "F16" and np.isfinite(value).all() and not np.isfinite(written).all():
             raise UserError(
-                f"{name} has values up to {np.abs(value.astype(np.float32)).max():.4g}, too large for the "
+                f"{stored} has values up to {np.abs(value.astype(np.float32)).max():.4g}, too large for the "
                 f"source's float16; save with dtype='bfloat16' or 'float32'"
             )
-        return table[path].to_file(stored)
+        return table[path].to_file(written)
 
     return read
 
@@ -190,16 +202,18 @@ def _config_json(model: CausalLM, layout: Layout, dtype: str | None) -> bytes:
             f"the model's configuration is no longer that of {where}; save weights and "
             f"config.json alone with model.replace(source=None)"
         )
-    if raw.get("max_position_embeddings") != positions:
-        raw["max_position_embeddings"] = positions
-    ropes = [raw[key] for key in ("rope_parameters", "rope_scaling") if isinstance(raw.get(key), dict)]
-    homes = [home for home in (raw, *ropes) if "rope_theta" in home] or [raw]
+    text = raw["text_config"] if model.config.hybrid and "text_config" in raw else raw
+    if text.get("max_position_embeddings") != positions:
+        text["max_position_embeddings"] = positions
+    ropes = [text[key] for key in ("rope_parameters", "rope_scaling") if isinstance(text.get(key), dict)]
+    homes = [home for home in (text, *ropes) if "rope_theta" in home] or [text]
     for home in homes:
         if home.get("rope_theta") != theta:
             home["rope_theta"] = theta
     if dtype is not None:
-        for key in [key for key in ("dtype", "torch_dtype") if key in raw] or ["dtype"]:
-            raw[key] = dtype
+        for part in (raw, text) if text is not raw else (raw,):
+            for key in [key for key in ("dtype", "torch_dtype") if key in part] or ["dtype"]:
+                part[key] = dtype
     return (source / "config.json").read_bytes() if json.dumps(raw) == before else _dump(raw)
 
 
