@@ -161,9 +161,7 @@ def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) ->
         for stored in file.entries:
             name = text_name(stored) if model.config.hybrid else stored
             if name in found:
-                raise UserError(
-                    f"{file.path} holds both {stored!r} and {found[name].name!r}, which are the same tensor"
-                )
+                raise UserError(f"{file.path} holds {stored!r}, which is the same tensor as {found[name].name!r}")
             if name is not None:
                 found[name] = Stored(file, stored)
     allowed = set(expected)
@@ -181,11 +179,11 @@ def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) ->
             f"config.json does not have; loading would drop it, so check that config.json fits the weights"
         )
     for name, shape in expected.items():
-        stored = found[name]
-        entry = stored.file.entries[stored.name]
+        file, label = found[name]
+        entry = file.entries[label]
         if entry.shape != shape:
             raise UserError(
-                f"{stored.file.path}: tensor {stored.name!r} has shape {list(entry.shape)}, expected {list(shape)} "
+                f"{file.path}: tensor {label!r} has shape {list(entry.shape)}, expected {list(shape)} "
                 f"from config.json; check that the two belong together"
             )
     return {name: found[name] for name in expected}

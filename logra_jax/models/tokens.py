@@ -18,10 +18,9 @@ def end_and_pad_ids(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[int,
     by config.json, generation_config.json or the tokenizer, else the first end id, else 0: masks come from
     lengths, so its value never matters. Raises UserError for an id that is no number.
     """
-    text = config.get("text_config")  # of a multimodal model, whose text is all that is sampled
-    sources: list[tuple[str, Mapping[str, Any]]] = [
-        ("config.json", config | text if isinstance(text, dict) else config)
-    ]
+    if isinstance(text := config.get("text_config"), dict):  # of a multimodal model, whose text is all that is sampled
+        config = {**config, **text}
+    sources: list[tuple[str, Mapping[str, Any]]] = [("config.json", config)]
     if generation := _optional_json(folder / "generation_config.json"):
         sources.append(("generation_config.json", generation))
     ends: set[int] = set()
