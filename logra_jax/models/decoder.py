@@ -249,14 +249,22 @@ class CausalLM:
         return unflatten_dict(_parts(self.config).axes, sep="/")
 
     def init_params(self, key: jax.Array, dtype: Any = "float32") -> Params:
-        """Random parameters: norms 1, biases 0, all else normal with deviation `config.initializer_range`."""
+        """Random parameters: norms 1, biases 0, all else normal with deviation `config.initializer_range`.
+
+        Decay rates of gated delta layers are uniform in (0, 16), as in the model's own library.
+        """
         leaves, structure = jax.tree.flatten_with_path(self.abstract_params(dtype))
 
         def draw(key: jax.Array, path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            if path[-1].key == "scale":
-                return jnp.ones(leaf.shape, leaf.dtype)
-            if path[-1].key == "bias":
+            name, owner = path[-1].key, path[-2].key
+            if name == "scale" and self.config.zero_centered_norms and (len(path) == 2 or owner != "norm"):
                 return jnp.zeros(leaf.shape, leaf.dtype)
+            if name in ("scale", "dt_bias"):
+                return jnp.ones(leaf.shape, leaf.dtype)
+            if name == "bias":
+                return jnp.zeros(leaf.shape, leaf.dtype)
+            if name == "A_log":
+                return jnp.log(jax.random.uniform(key, leaf.shape, minval=1e-3, maxval=16.0)).astype(leaf.dtype)
             wide = jax.random.normal(key, leaf.shape, jnp.float32) * self.config.initializer_range
             return wide.astype(leaf.dtype)
 

@@ -274,4 +274,6 @@ def _widen(cache: Cache, n: int, width: int) -> Cache:
         v=_repeat(jnp.pad(cache.v, slots), n, 1),
         valid=_repeat(jnp.pad(cache.valid, ((0, 0), (0, width))), n, 0),
         lengths=_repeat(cache.lengths, n, 0),
+        window=None if cache.window is None else _repeat(cache.window, n, 1),
+        state=None if cache.state is None else _repeat(cache.state, n, 1),
     )

@@ -59,7 +59,7 @@ def random_params():
 
         def leaf(path, shape):
             noise = rng.standard_normal(shape.shape, np.float32) * np.float32(0.2)
-            plain = path[-1].key == "scale" and (path[-2].key == "norm" or not model.config.zero_centered_norms)
+            plain = path[-1].key == "scale" and not model.config.zero_centered_norms
             return jnp.asarray(noise + 1 if plain else noise)
 
         return jax.tree.map_with_path(leaf, model.abstract_params())
