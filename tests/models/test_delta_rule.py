@@ -59,7 +59,7 @@ def test_a_state_goes_on_where_it_was_left(reference, inputs):
     """In pieces that end inside, at, and short of a chunk."""
     state, outputs = start(reference, "s0"), []
     for first, last in ((0, CHUNK - 9), (CHUNK - 9, CHUNK), (CHUNK, 140)):
-        out, state = delta_rule(part(inputs, first, last), state)
+        out, state = RUN(part(inputs, first, last), state)
         outputs.append(out)
     np.testing.assert_allclose(np.concatenate(outputs, 1), reference["f64_out_s0"], atol=1e-5, rtol=0)
     np.testing.assert_allclose(state, reference["f64_state_s0"], atol=1e-5, rtol=0)
@@ -73,7 +73,7 @@ def test_segments_know_nothing_of_each_other(reference, inputs):
     first = 0
     for number, length in enumerate(lengths):
         own = part(inputs, first, first + length)
-        expected, state = delta_rule(own, start(reference, "zero" if number else "s0"))
+        expected, state = RUN(own, start(reference, "zero" if number else "s0"))
         np.testing.assert_allclose(out[:, first : first + length], expected, atol=1e-5, rtol=0)
         first += length
     np.testing.assert_allclose(last, state, atol=1e-5, rtol=0)
@@ -84,7 +84,7 @@ def test_tokens_that_write_nothing_leave_the_state(reference, inputs):
     mask[:, :7] = mask[:, 90:] = 0
     quiet = inputs._replace(g=inputs.g * mask, beta=inputs.beta * mask)
     out, last = RUN(quiet, start(reference, "s0"))
-    expected, state = delta_rule(part(inputs, 7, 90), start(reference, "s0"))
+    expected, state = RUN(part(inputs, 7, 90), start(reference, "s0"))
     np.testing.assert_allclose(out[:, 7:90], expected, atol=1e-5, rtol=0)
     np.testing.assert_allclose(last, state, atol=1e-5, rtol=0)
 
@@ -128,7 +128,8 @@ def test_the_convolution_is_the_sum_it_is_defined_as():
                 at = t - 3 + j
                 if numbers is None or numbers[0, max(at, 0)] == numbers[0, t]:
                     expected[:, t] += kernel[j] * whole[:, at + 3]
-        np.testing.assert_allclose(causal_conv(x, window, kernel, numbers), expected, atol=1e-5, rtol=0)
-    got = np.asarray(next_window(x, window, np.int32([9, 1])))
+        given = (None if array is None else jnp.asarray(array) for array in (x, window, kernel, numbers))
+        np.testing.assert_allclose(causal_conv(*given), expected, atol=1e-5, rtol=0)
+    got = np.asarray(next_window(jnp.asarray(x), jnp.asarray(window), jnp.asarray([9, 1])))
     np.testing.assert_array_equal(got[0], x[0, 6:9])
     np.testing.assert_array_equal(got[1], np.concatenate([window[1, 1:], x[1, :1]]))

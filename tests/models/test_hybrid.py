@@ -188,7 +188,7 @@ def test_a_written_configuration_reads_back(load_checkpoint):
 
 
 def test_initial_weights(small):
-    params = small.init_params(jax.random.key(0))
+    params = jax.jit(small.init_params)(jax.random.key(0))
     layers = params["layers"]
     assert (layers["input_layernorm"]["scale"] == 0).all()  # of zero-centred norms
     assert (layers["linear_attn"]["norm"]["scale"] == 1).all()
