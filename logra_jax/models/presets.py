@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 
 from logra_jax.errors import UserError
-from logra_jax.models.config import ModelConfig
+from logra_jax.models.config import LinearAttention, ModelConfig
 
 
 def _qwen2(
@@ -50,6 +50,29 @@ def _qwen3(layers: int, hidden: int, mlp: int, heads: int, tied: bool) -> ModelC
     )
 
 
+# Qwen3.5-27B, 3.6-27B and 3.8-27B have the same sizes.
+_QWEN3_5_27B = ModelConfig(
+    model_type="qwen3_5_text",
+    vocab_size=248320,
+    hidden_size=5120,
+    intermediate_size=17408,
+    num_hidden_layers=64,
+    num_attention_heads=24,
+    num_key_value_heads=4,
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    rope_theta=1e7,
+    max_position_embeddings=262144,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    qk_norm=True,
+    partial_rotary_factor=0.25,
+    output_gate=True,
+    zero_centered_norms=True,
+    full_attention_interval=4,
+    linear_attention=LinearAttention(key_heads=16, value_heads=48, key_dim=128, value_dim=128, conv_width=4),
+)
+
 PRESETS: dict[str, ModelConfig] = {
     "qwen2.5-math-1.5b": _qwen2(28, 1536, 8960, 12, 2, 151936, 1e4, 4096, tied=True),
     "qwen2.5-math-7b": _qwen2(28, 3584, 18944, 28, 4, 152064, 1e4, 4096, tied=False),
@@ -61,6 +84,9 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, tied=True),
     "qwen3-4b": _qwen3(36, 2560, 9728, 32, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, tied=False),
+    "qwen3.5-27b": _QWEN3_5_27B,
+    "qwen3.6-27b": _QWEN3_5_27B,
+    "qwen3.8-27b": _QWEN3_5_27B,
     "smollm2-135m-instruct": ModelConfig(
         model_type="llama",
         vocab_size=49152,
@@ -91,6 +117,8 @@ _SIZES = [
     "tie_word_embeddings",
     "qkv_bias",
     "qk_norm",
+    "full_attention_interval",
+    "linear_attention",
 ]
 
 
