@@ -49,6 +49,7 @@ def main() -> int:
     found = parser.parse_intermixed_args()
     config = load_config(found.config, found.settings)
     if found.worker:
+        cli.use_memory(config.mesh.memory_fraction)
         print(MARK + json.dumps(measure(config, found.worker, found.repeats, brief=found.brief)), flush=True)
         return 0
     columns = {name: in_process(name, found.timeout) for name in found.optimizers.split(",")}
@@ -61,8 +62,7 @@ def main() -> int:
 def in_process(name: str, timeout: float | None) -> dict[str, Any]:
     """The figures of one optimizer, or {"error": why there are none or not all}."""
     print(f"measuring {name} ...", file=sys.stderr, flush=True)
-    # Nearly all of a GPU, as a training run would take.
-    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     command = [sys.executable, *sys.argv, f"--worker={name}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
@@ -73,7 +73,7 @@ def in_process(name: str, timeout: float | None) -> dict[str, Any]:
             return json.loads(line[len(MARK) :])
     if done.returncode == -signal.SIGKILL:
         return {"error": "out of memory (killed)"}
-    if done.returncode == cli.EXIT_USER_ERROR:
+    if done.returncode == 2:  # bad input
         raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
     return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
 
