@@ -258,11 +258,11 @@ def remedies(name: str, part: str | None, config: Config, count: int) -> str:
             changes.append("set model.remat=full")
         if part is not None:
             changes.append(f"lower rollout.max_new_tokens={config.rollout.max_new_tokens}")
-        if name == "logra":
+        if name != "adamw":
             changes.append(f"lower optimizer.rank={config.optimizer.rank}")
     if part in ("weights", None) and config.model.param_dtype == "float32":
         changes.append("set model.param_dtype=bfloat16")
-    if name == "adamw":
+    if name != "logra":
         changes.append("use optimizer.name=logra")
     changes.append(f"use more than {count} GPU{'s' * (count > 1)}, or larger ones")
     return "; ".join(changes)

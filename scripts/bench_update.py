@@ -50,7 +50,8 @@ def main() -> int:
     config = load_config(found.config, found.settings)
     if found.worker:
         cli.use_memory(config.mesh.memory_fraction)
-        print(MARK + json.dumps(measure(config, found.worker, found.repeats, brief=found.brief)), flush=True)
+        report = lambda figures: print(MARK + json.dumps(figures), flush=True)
+        report(measure(config, found.worker, found.repeats, brief=found.brief, report=report) | {"done": True})
         return 0
     columns = {name: in_process(name, found.timeout) for name in found.optimizers.split(",")}
     print(table(columns))
@@ -66,62 +67,75 @@ def in_process(name: str, timeout: float | None) -> dict[str, Any]:
     command = [sys.executable, *sys.argv, f"--worker={name}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {timeout:g} s"}
-    for line in done.stdout.splitlines():
-        if line.startswith(MARK):
-            return json.loads(line[len(MARK) :])
-    if done.returncode == -signal.SIGKILL:
-        return {"error": "out of memory (killed)"}
-    if done.returncode == 2:  # bad input
-        raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("error: "))
-    return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:200]}
+        said, code, errors = done.stdout, done.returncode, done.stderr.strip().splitlines()
+    except subprocess.TimeoutExpired as late:
+        said, code, errors = (late.stdout or b"").decode(), 0, [f"not done after {timeout:g} s"]
+    if code == 2:  # bad input
+        raise UserError(errors[-1].removeprefix("error: "))
+    lines = [line.removeprefix(MARK) for line in said.splitlines() if line.startswith(MARK)]
+    found = json.loads(lines[-1]) if lines else {}
+    if code == -signal.SIGKILL:
+        found["error"] = "out of memory (killed)"
+    elif not found.pop("done", False):
+        found.setdefault("error", errors[-1][:200] if errors else f"exit code {code}")
+    return found
 
 
-def measure(config: Config, name: str, repeats: int, brief: bool = False) -> dict[str, Any]:
-    """Figures of one optimizer in bytes, milliseconds and FLOPs; "error" says what ended the measurement early."""
+def measure(
+    config: Config,
+    name: str,
+    repeats: int,
+    brief: bool = False,
+    report: Callable[[dict], object] = lambda figures: None,
+) -> dict[str, Any]:
+    """Figures of one optimizer in bytes, milliseconds and FLOPs; "error" says what ended the measurement early.
+
+    report: called with the figures so far, as a process may be ended before it has them all.
+    """
     import jax
 
-    from logra_jax import build, footprint
+    from logra_jax import build, fit, footprint
 
     cli.use_compilation_cache()
     config = footprint.with_optimizer(config, name)
     shape = build.read_model_config(config)
     found: dict[str, Any] = {}
+    report = report or (lambda figures: None)
 
     def parts_of(config: Config) -> footprint.Parts:
         return footprint.Parts(config, shape, shape.vocab_size, jax.devices())
 
-    parts, memory = parts_of(config), {}
+    parts = parts_of(config)
     device = parts.mesh.devices.flat[0]
     found["devices"], found["kind"] = parts.mesh.size, device.device_kind
     try:
         update = _compiled(found, "update", parts.update)
-        memory["update"] = update.memory_analysis()
+        report(found)
         runner = Runner(parts)
         found["update_ms"] = runner.time_update(parts, update, repeats)
         found["update_peak"] = _peak(device)
+        report(found)
         rollout = _compiled(found, "rollout", parts.rollout)
-        memory["rollout"] = rollout.memory_analysis()
         found["rollout_ms"] = runner.time_rollout(parts, rollout, min(repeats, 2))
         found["rollout_peak"] = _peak(device)
         found["decode_tokens_s"] = config.rollout.rows * config.rollout.max_new_tokens * 1e3 / found["rollout_ms"]
+        report(found)
         if not brief:
             del update, rollout
-            found |= phases(config, parts_of, runner, found["update_ms"], repeats)
             found |= layer_flops(config, shape)
+            found |= phases(config, parts_of, runner, found["update_ms"], repeats)
     except jax.errors.JaxRuntimeError as error:
-        first = str(error).splitlines()[0]
-        found["error"] = "out of memory" if "RESOURCE_EXHAUSTED" in first else first[:200]
-    for program, analysis in memory.items():
-        found[f"{program}_compiled"] = footprint.total(analysis)
+        found["error"] = "out of memory" if fit.ran_out(error) else str(error).splitlines()[0][:200]
     return found
 
 
 def _compiled(found: dict[str, Any], name: str, compile: Callable[[], Any]) -> Any:
+    from logra_jax.footprint import total
+
     start = time.perf_counter()
     program = compile()
     found[f"{name}_compile_s"] = time.perf_counter() - start
+    found[f"{name}_compiled"] = total(program.memory_analysis())
     return program
 
 

@@ -2,9 +2,9 @@
 
     python scripts/plan_growth.py [--preset qwen2.5-math-7b] [--gpu h100-80gb] [--gpus 4] [--out docs/growth]
 
-Float32 weights, bfloat16 compute, one answer per GPU and micro-batch, KL probe included; context grows at rank 256, rank
-at 4096 tokens. A point takes up to a minute and is written to OUT.json at once: started again, the script goes on
-where it was stopped. Draws OUT.png from what is there; --draw draws only. Needs the extra `plan`.
+Float32 weights, bfloat16 compute, one answer per GPU and micro-batch, KL probe included; context grows at rank 256,
+rank at 4096 tokens. A point takes up to a minute and is written to OUT.json at once: started again, the script goes
+on where it was stopped. Draws OUT.png from what is there; --draw draws only. Needs the extra `plan`.
 """
 
 import argparse
