@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from logra_jax._shapes import Array
 from logra_jax.errors import UserError
@@ -278,7 +278,7 @@ def sketch_shardings(spec: SketchSpec, train: Any, shardings: Any) -> Any:
     return map_leaves(one, spec.matrices(train), train, shardings)
 
 
-def _split(mesh: Mesh, places: Sequence[Any], size: int) -> tuple[str, ...]:
+def _split(mesh: Mesh | AbstractMesh, places: Sequence[Any], size: int) -> tuple[str, ...]:
     """The mesh axes of several dimensions, as far as they divide one dimension of that size."""
     split: tuple[str, ...] = ()
     for place in places:

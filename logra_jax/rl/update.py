@@ -274,14 +274,26 @@ def make_update(
         exact = looped._replace(model=looped.model.replace(compute_dtype="float32"))
         checked = _take(probe, jnp.arange(check_responses))
 
-        def check_hidden(train: Tree) -> HiddenHead:
-            return exact.hidden_head(merge(train, frozen), checked)
+        def check_hidden(train: Tree) -> Float[Array, "r c d"]:
+            params, size = merge(train, frozen), _turn_size(check_responses, micro_batch)
+            turns = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in _row_fields(checked).items()}
+            found = jax.lax.map(lambda rows: exact.hidden_head(params, checked._replace(**rows)).hidden, turns)
+            return found.reshape(-1, *found.shape[2:])
+
+        def check_head(train: Tree) -> Float[Array, "d v"]:
+            head = policy.model.head(merge(train, frozen))[:, : policy.vocab_size]
+            return constrain(head, policy.model.mesh, None, "logits")
+
+        def check_before(train: Tree) -> tuple[Array, Array | None]:
+            """What the update writes over: not the head, where the targets alone are trained."""
+            others = len(jax.tree.leaves(train)) > len(spec.matrices(train))
+            return check_hidden(train), check_head(train) if others else None
 
         if check_responses:
             # Taken before the weights are written over; the branch costs nothing on the other updates.
-            shapes = jax.eval_shape(check_hidden, train)
+            shapes = jax.eval_shape(check_before, train)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-            before = jax.lax.cond(batch.check, check_hidden, lambda _: zeros, train)
+            before, old_head = jax.lax.cond(batch.check, check_before, lambda _: zeros, train)
 
         updates, opt_state = tx.update(grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average)
         residual = state.residual
@@ -302,7 +314,10 @@ def make_update(
         if check_responses:
 
             def measure(new_train: Tree) -> Array:
-                return policy_kl(before, check_hidden(new_train), probe_mask[:check_responses], policy.temperature)
+                head = check_head(new_train)
+                old = HiddenHead(before, head if old_head is None else old_head)
+                new = HiddenHead(check_hidden(new_train), head)
+                return policy_kl(old, new, probe_mask[:check_responses], policy.temperature)
 
             metrics["kl/realized"] = jax.lax.cond(
                 batch.check, measure, lambda _: jnp.full((), jnp.nan, jnp.float32), new_train
