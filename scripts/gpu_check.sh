@@ -88,9 +88,9 @@ JSON
 
 if [[ "$platform" == cpu ]]; then
   shape tiny 2 64 128 4 2 256
-  model "tiny float32" 120 logra,adamw "model.path=$work/tiny" data.max_prompt_length=8 rollout.max_new_tokens=8 \
+  model "tiny float32" 800 logra,adamw "model.path=$work/tiny" data.max_prompt_length=8 rollout.max_new_tokens=8 \
     optimizer.rank=8
-  model "tiny bfloat16" 120 logra --brief "model.path=$work/tiny" data.max_prompt_length=8 rollout.max_new_tokens=8 \
+  model "tiny bfloat16" 800 logra --brief "model.path=$work/tiny" data.max_prompt_length=8 rollout.max_new_tokens=8 \
     optimizer.rank=8 model.param_dtype=bfloat16
 else
   one=(loss.micro_batch=1 model.param_dtype=bfloat16) # a small card takes one answer at a time
