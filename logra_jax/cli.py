@@ -16,6 +16,7 @@ from logra_jax.config import Config, format_help, load_config
 from logra_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
+MEMORY_FRACTION = 0.95  # the rest is for the context of the GPU and buffers of communication
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,16 @@ def run(main: Callable[[], int]) -> None:
 def quiet_libraries() -> None:
     """Keep the libraries' own reports of what is raised as an error anyway off the terminal."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax, on a full disk
+
+
+def use_memory(fraction: float | None) -> None:
+    """Let JAX take that share of each GPU, nearly all by default; to be called before it touches a device."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is what it was called before
+    if fraction is None and any(name in os.environ for name in names):
+        return
+    for name in names:
+        os.environ.pop(name, None)  # JAX refuses to be given both
+    os.environ[names[0]] = str(MEMORY_FRACTION if fraction is None else fraction)
 
 
 def use_compilation_cache() -> None:

@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("data.eval is not set: give the file of prompts to evaluate on")
     with StopFlag() as stop:
         cli.quiet_libraries()
+        cli.use_memory(config.mesh.memory_fraction)
         cli.use_compilation_cache()
         from logra_jax.build import check_files, make_grader
         from logra_jax.run import Evaluator

@@ -70,7 +70,7 @@ def measure(
     vocab_size: tokens of the tokenizer. Raises UserError for a mesh that does not divide the model or the rows.
     """
     check_lengths(config, shape.max_position_embeddings)
-    parts = _Parts(config, shape, vocab_size, devices)
+    parts = Parts(config, shape, vocab_size, devices)
     updated = parts.update().memory_analysis()
     sampled = parts.rollout().memory_analysis() if rollout else None
     return Footprint(
@@ -79,14 +79,14 @@ def measure(
         gradients=parts.gradients(),
         temporaries=updated.temp_size_in_bytes,
         kv_cache=parts.kv_cache(),
-        update=_total(updated),
-        rollout=_total(sampled) if sampled is not None else 0,
+        update=total(updated),
+        rollout=total(sampled) if sampled is not None else 0,
         reference=_bytes(parts.train) if config.loss.reference_kl else 0,
     )
 
 
-class _Parts:
-    """The abstract counterparts of what a `Run` holds."""
+class Parts:
+    """The abstract counterparts of what a `Run` holds: shapes with shardings, and the programs they go into."""
 
     def __init__(self, config: Config, shape: ModelConfig, vocab_size: int, devices: Sequence[Any]):
         self.config, self.vocab_size = config, vocab_size
@@ -119,12 +119,12 @@ class _Parts:
         """Widths of prompts, at their longest, and of answers."""
         return self.config.data.max_prompt_length, self.config.rollout.max_new_tokens
 
-    def update(self) -> Any:
-        """The compiled update."""
+    def batch(self) -> Batch:
+        """The rows of one update, at full length."""
         config, array, rows = self.config, self._array, self.rows
         count, (prompt, answer) = config.rollout.rows, self._widths
         logprobs = array((count, answer), "float32", rows)
-        batch = Batch(
+        return Batch(
             tokens=array((count, prompt + answer), "int32", rows),
             prompt_lengths=array((count,), "int32", rows),
             lengths=array((count,), "int32", rows),
@@ -132,14 +132,18 @@ class _Parts:
             valid=array((count,), "bool", rows),
             advantages=array((count,), "float32", rows),
             rollout_logprobs=logprobs,
-            probe=array((config.kl.probe_responses,), "int32", self.everywhere),
+            probe=array((min(config.kl.probe_responses, count),), "int32", self.everywhere),
             check=array((), "bool", self.everywhere),
             old_logprobs=logprobs if config.loss.updates_per_batch > 1 else None,
             ref_logprobs=logprobs if config.loss.reference_kl else None,
         )
-        policy = Policy(self.model, self.vocab_size, config.rollout.temperature, prompt)
+
+    def update(self) -> Any:
+        """The compiled update."""
+        config = self.config
+        policy = Policy(self.model, self.vocab_size, config.rollout.temperature, self._widths[0])
         update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
-        return _compile(update, self.state, self.frozen, batch)
+        return _compile(update, self.state, self.frozen, self.batch())
 
     def rollout(self) -> Any:
         """The compiled sampling of one batch of answers."""
@@ -177,7 +181,8 @@ def _compile(function: Any, *arguments: Any) -> Any:
     return function.lower(*arguments).compile()
 
 
-def _total(memory: Any) -> int:
+def total(memory: Any) -> int:
+    """Bytes per device of a compiled program, from its `memory_analysis()`."""
     sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return sizes - memory.alias_size_in_bytes
 

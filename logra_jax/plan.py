@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     by_gpu = has_compiler()
     if not by_gpu:
         print(NO_COMPILER, file=sys.stderr)
-    _prepare_jax(count)
+    prepare_jax(count)
     from logra_jax import build, footprint
 
     shape = build.read_model_config(config)
@@ -129,7 +129,7 @@ def _check_count(config: Config, count: int) -> None:
         )
 
 
-def _prepare_jax(count: int) -> None:
+def prepare_jax(count: int) -> None:
     """Settings that jax reads when it is first imported: compile only, touch no device, and enough fake ones."""
     if "jax" in sys.modules:
         return
@@ -228,36 +228,44 @@ def verdict(name: str, plan: Plan, config: Config, count: int) -> str:
     """Whether it fits; if not, what is largest and what to change."""
     if plan.fits:
         return f"{name}: fits, {plan.left:.2f} GiB left"
-    found, micro, fsdp = plan.footprint, config.loss.micro_batch, count // config.mesh.tensor
-    rollout = found.rollout - found.weights
+    found = plan.footprint
     parts = {
         "weights": found.weights,
         "optimizer state": found.optimizer,
         "temporaries of the update": found.temporaries,
-        "rollout": rollout,
+        "rollout": found.rollout - found.weights,
     }
     largest = max(parts, key=lambda part: parts[part])
+    return (
+        f"{name}: DOES NOT FIT, {-plan.left:.2f} GiB too large; the largest part is the {largest} "
+        f"({parts[largest] / GIB:.2f} GiB). What helps: {remedies(name, largest, config, count)}"
+    )
+
+
+def remedies(name: str, part: str | None, config: Config, count: int) -> str:
+    """What to change so that less memory is needed for one part of `verdict`, or for any of them (None)."""
+    micro, fsdp = config.loss.micro_batch, count // config.mesh.tensor
     changes = []
-    if largest == "rollout":
+    if part in ("rollout", None):
         changes.append(f"lower rollout.prompts={config.rollout.prompts}")
         if config.rollout.generations > 1:
             changes.append(f"rollout.generations={config.rollout.generations}")
         changes.append(f"rollout.max_new_tokens={config.rollout.max_new_tokens}")
-    elif largest == "temporaries of the update":
+    if part in ("temporaries of the update", None):
         if micro == 0 or micro > fsdp:
             changes.append(f"set loss.micro_batch={fsdp}")
         if config.model.remat != "full":
             changes.append("set model.remat=full")
-        changes.append(f"lower rollout.max_new_tokens={config.rollout.max_new_tokens}")
-        if name == "logra":
+        if part is not None:
+            changes.append(f"lower rollout.max_new_tokens={config.rollout.max_new_tokens}")
+        if name != "adamw":
             changes.append(f"lower optimizer.rank={config.optimizer.rank}")
-    if name == "adamw":
+    if part in ("weights", None) and config.model.param_dtype == "float32":
+        changes.append("set model.param_dtype=bfloat16")
+    if name != "logra":
         changes.append("use optimizer.name=logra")
     changes.append(f"use more than {count} GPU{'s' * (count > 1)}, or larger ones")
-    return (
-        f"{name}: DOES NOT FIT, {-plan.left:.2f} GiB too large; the largest part is the {largest} "
-        f"({parts[largest] / GIB:.2f} GiB). What helps: {'; '.join(changes)}"
-    )
+    return "; ".join(changes)
 
 
 def search(config: Config, count: int, fits: Callable[[Config], bool], shape: ModelConfig) -> dict[str, int | None]:

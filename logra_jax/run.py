@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logra_jax import build, models, optim
+from logra_jax import build, fit, models, optim
 from logra_jax.config import Config, check_lengths, resolve_path
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.optim.spec import leaves_with_paths
@@ -125,6 +125,7 @@ class Run(Evaluator):
         self.spec = build.make_spec(config, empty)
         trained, _ = self._split(empty.abstract_params())  # refuses targets and ranks that do not fit
         paths = [path for path, _ in leaves_with_paths(trained)]
+        fit.check(config, self.shape, self.vocab_size, self.prompts.tokens.shape[1], list(self.mesh.devices.flat))
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
         self._build()
 

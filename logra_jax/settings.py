@@ -193,6 +193,11 @@ class Mesh:
 
     fsdp: int = _f(0, "devices that share the weights and the batch; 0: all that are left", "[0, inf)")
     tensor: int = _f(1, "devices that share each matrix product", "[1, inf)")
+    memory_fraction: float | None = _f(
+        None,
+        "share of each GPU's memory that the run may take; null: XLA_CLIENT_MEM_FRACTION, or 0.95",
+        "(0, 1]",
+    )
 
 
 @dataclass(frozen=True)

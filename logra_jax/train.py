@@ -59,22 +59,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"note: {error}")
     with StopFlag() as stop:  # before jax: importing it takes seconds
         cli.quiet_libraries()
+        cli.use_memory(config.mesh.memory_fraction)
         cli.use_compilation_cache()
         from logra_jax.build import check_files, make_grader
+        from logra_jax.fit import out_of_memory, ran_out
         from logra_jax.run import Run
 
         check_files(config, trains=True)
         with make_grader(config) as grader:
-            run = Run(config, grader, stop.check)
-            print(run.summary(), flush=True)
-            if command.dry_run:
-                print(f"\n{to_yaml(config)}\ndry run: nothing was trained or written")
-                return 0
             try:
-                prepare_output(config, resume=command.resume, overwrite=command.overwrite)
-                code, message = train(run, out, stop, resume=command.resume)
-            except OSError as error:  # a full disk, above all
-                raise UserError(f"out={out} cannot be written: {error}") from error
+                run = Run(config, grader, stop.check)
+                print(run.summary(), flush=True)
+                if command.dry_run:
+                    print(f"\n{to_yaml(config)}\ndry run: nothing was trained or written")
+                    return 0
+                try:
+                    prepare_output(config, resume=command.resume, overwrite=command.overwrite)
+                    code, message = train(run, out, stop, resume=command.resume)
+                except OSError as error:  # a full disk, above all
+                    raise UserError(f"out={out} cannot be written: {error}") from error
+            except RuntimeError as error:
+                if not ran_out(error):
+                    raise
+                raise out_of_memory(config, error) from error
     print(message, file=sys.stderr if code else sys.stdout)
     return code
 
@@ -138,6 +145,7 @@ def report_changes(file: Path, config: Config) -> None:
 def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, str]:
     """Train to the end, or until something stops it. Returns exit code and last words."""
     from logra_jax.checkpoint import Checkpoints, steps
+    from logra_jax.fit import ran_out
     from logra_jax.metrics import MetricsWriter
 
     config = run.config
@@ -183,6 +191,12 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
                 # keep what has been learnt, if that can be done.
                 with suppress(UserError, OSError):
                     trainer.save(wait=True)
+                raise
+            except RuntimeError as error:
+                # Out of memory in a rollout or an evaluation; an update has taken the state it was given with it.
+                if ran_out(error) and trainer.has_state():
+                    with suppress(UserError, OSError, RuntimeError):
+                        trainer.save(wait=True)
                 raise
     return 0, f"done: {config.steps} updates; model in {out / 'hf'}, curves in {out / 'curves.png'}"
 
@@ -278,6 +292,12 @@ class Trainer:
         self.metrics.show_samples(self.progress.step, self.run.samples(found))
         metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
         return metrics | {"eval/updates": self.progress.step}
+
+    def has_state(self) -> bool:
+        """Whether the state can still be read: a program that failed may have been given it to write over."""
+        import jax
+
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint of everything that a resumed run needs to go on bit for bit."""

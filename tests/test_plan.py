@@ -213,6 +213,15 @@ def test_the_recipe_of_the_paper(size):
     assert read_model_config(config).hidden_size == {"1.5b": 1536, "7b": 3584}[size]
 
 
+def test_the_recipe_for_24_gb():
+    config = load_config(ROOT / "configs/qwen2.5-7b-24gb.yaml")
+    assert (config.model.param_dtype, config.model.rounding, config.optimizer.rank) == ("bfloat16", "stochastic", 256)
+    assert (config.loss.micro_batch, config.kl.check_every) == (1, 0)
+    assert config.rollout.rows >= 8
+    assert config.data.max_prompt_length + config.rollout.max_new_tokens == 2048
+    assert read_model_config(config).hidden_size == 3584
+
+
 def test_training_refuses_a_preset_without_weights(tmp_path):
     from logra_jax.config import check_paths
 

@@ -1,6 +1,6 @@
 """The last link of a chain, the low-rank updates it emits, and how they reach the weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from logra_jax._shapes import Array
 from logra_jax.errors import UserError
@@ -271,25 +271,30 @@ def sketch_shardings(spec: SketchSpec, train: Any, shardings: Any) -> Any:
     def one(matrix: Matrix | None, leaf: Any, sharding: Any) -> Any:
         if matrix is None or not isinstance(sharding, NamedSharding):
             return sharding
-        mesh = sharding.mesh
         axes = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
-        split: tuple[str, ...] = ()
-        for place in (axes[a] for a in (*matrix.out_axes, *matrix.in_axes)):
-            for name in (place,) if isinstance(place, str) else place or ():
-                if matrix.d % prod(mesh.shape[n] for n in (*split, name)) == 0:
-                    split = (*split, name)
-        return NamedSharding(mesh, PartitionSpec(*(axes[a] for a in matrix.batch_axes), None, split))
+        split = _split(sharding.mesh, [axes[a] for a in (*matrix.out_axes, *matrix.in_axes)], matrix.d)
+        return NamedSharding(sharding.mesh, PartitionSpec(*(axes[a] for a in matrix.batch_axes), None, split))
 
     return map_leaves(one, spec.matrices(train), train, shardings)
+
+
+def _split(mesh: Mesh | AbstractMesh, places: Sequence[Any], size: int) -> tuple[str, ...]:
+    """The mesh axes of several dimensions, as far as they divide one dimension of that size."""
+    split: tuple[str, ...] = ()
+    for place in places:
+        for name in (place,) if isinstance(place, str) else place or ():
+            if size % prod(mesh.shape[n] for n in (*split, name)) == 0:
+                split = (*split, name)
+    return split
 
 
 def state_shardings(tx: optax.GradientTransformation, train: Any) -> Any:
     """Shardings for the state of `tx`, for `jax.jit(tx.init, out_shardings=state_shardings(tx, train))`.
 
     A state leaf whose key path ends in a parameter's path follows that parameter: one of the same shape has
-    its sharding, one without its input axis (second moments of rows) or with r in place of it (momentum) has
-    it with that axis taken out or not split. Everything else, counters above all, is replicated over the
-    same mesh.
+    its sharding, one without its input axis (second moments of rows) has it with that axis taken out, one with r
+    in place of it (momentum) lies as the sketch does. Everything else, counters above all, is replicated over
+    the same mesh.
 
     Args:
       tx: any optax transformation, chains, `partition`, `masked` and `inject_hyperparams` included.
@@ -320,5 +325,6 @@ def _follow(param: Any, shape: tuple[int, ...]) -> Any:
     if shape == (*own[:-2], own[-1]):
         return NamedSharding(param.sharding.mesh, PartitionSpec(*axes[:-2], axes[-1]))
     if len(shape) == len(own) and (*shape[:-2], shape[-1]) == (*own[:-2], own[-1]):
-        return NamedSharding(param.sharding.mesh, PartitionSpec(*axes[:-2], None, axes[-1]))
+        split = _split(param.sharding.mesh, (axes[-1], axes[-2]), own[-1])
+        return NamedSharding(param.sharding.mesh, PartitionSpec(*axes[:-2], None, split))
     return None

@@ -239,19 +239,34 @@ def sketched_value_and_grad(
         more to find out.
 
     Returns:
-      A function (train, *args, step) -> (value, gradients). `step` is the number of the update, an int or
-      int32 scalar: `sketch_count(opt_state)`. Sketches of several batches at one step may be added.
+      A function (train, *args, step, into=None) -> (value, gradients). `step` is the number of the update, an int
+      or int32 scalar: `sketch_count(opt_state)`. Sketches of several batches at one step may be added: with `into`,
+      as in `value_and_add_grad`, that happens in place.
 
     Raises:
       UserError: a target is differentiated itself as well.
     """
 
-    def value_and_grad(train: Any, *args: Any, step: Any) -> Any:
+    def value_and_grad(train: Any, *args: Any, step: Any, into: Any = None) -> Any:
         def value(tree: Any) -> Any:
             out = loss_fn(tree, *args)
             return out[0] if has_aux else out
 
         free, tree = place(value, train, spec.matrices(train), spec, step, materialize)
-        return jax.value_and_grad(lambda f: loss_fn(tree(f), *args), has_aux=has_aux)(free)
+        return value_and_add_grad(lambda f: loss_fn(tree(f), *args), free, into, has_aux)
 
     return value_and_grad
+
+
+def value_and_add_grad(fn: Callable[[Any], Any], at: Any, into: Any, has_aux: bool = False) -> tuple[Any, Any]:
+    """`jax.value_and_grad(fn, has_aux=has_aux)(at)`, the gradient returned or, with `into`, added to what is there.
+
+    into: a tree like `at` of `jax.Ref`s of the gradients' shapes and dtypes; None is returned in place of gradients.
+    The gradients of stacked layers are added layer by layer on the way back, so that no second stack exists.
+    """
+    if into is None:
+        return jax.value_and_grad(fn, has_aux=has_aux)(at)
+    vjp: Any = jax.vjp
+    value, backwards, *aux = vjp(fn, at, has_aux=has_aux)
+    backwards.with_refs(into)(jnp.ones_like(value))
+    return ((value, *aux) if has_aux else value), None

@@ -111,8 +111,11 @@ def token_logprobs(
         hidden = constrain(hidden, mesh, None, None, None)
         logits = constrain(scaled_logits(hidden, head, temperature), mesh, None, None, "logits")
         # A comparison instead of a gather: no scatter in the gradient, and the vocabulary may be sharded.
-        chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-        picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
+        # Behind a barrier with the chunk's ids, or what is the same for all chunks would be kept at full size.
+        ids = jnp.arange(head.shape[1], dtype=targets.dtype)
+        ids, zero, targets = jax.lax.optimization_barrier((ids, jnp.zeros(()), targets))
+        chosen = ids[None, None, :] == targets[..., None]
+        picked = jnp.sum(jnp.where(chosen, logits, zero), axis=-1)
         found = picked - jax.nn.logsumexp(logits, axis=-1), entropy_of(logits)
         return tuple(constrain(x, mesh, "batch", None) for x in found)
 

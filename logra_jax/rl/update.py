@@ -26,6 +26,7 @@ from logra_jax.optim import (
     step_ok,
     update_count,
 )
+from logra_jax.optim.slot import value_and_add_grad
 from logra_jax.rl.kl import policy_kl
 from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_logprobs
 from logra_jax.rl.rollout import attention_mask, completion_mask
@@ -130,6 +131,11 @@ def _over_micro_batches(function: Callable, batch: Batch, micro_batch: int, init
     return jax.lax.scan(body, initial, split)[0]
 
 
+def _turn_size(rows: int, limit: int) -> int:
+    """The largest number of rows per turn that divides ``rows`` and is at most ``limit`` (0: all at once)."""
+    return max(size for size in range(1, min(limit or rows, rows) + 1) if rows % size == 0)
+
+
 def make_score(policy: Policy, micro_batch: int) -> Callable[[Tree, Tree, Batch], Float[Array, "n c"]]:
     """Jitted ``score(train, frozen, batch)``: log-probabilities ``[n, c]`` of the rows under other weights."""
 
@@ -196,7 +202,7 @@ def make_update(
         total_tokens = jnp.sum(_valid_tokens(batch), dtype=jnp.float32)
         total_sequences = jnp.sum(batch.valid, dtype=jnp.float32)
 
-        def of_rows(rows: Batch) -> tuple[LossSums, Tree]:
+        def of_rows(rows: Batch, into: Tree = None) -> tuple[LossSums, Tree]:
             mask = _valid_tokens(rows)
 
             def value(train: Tree) -> tuple[Array, LossSums]:
@@ -208,16 +214,26 @@ def make_update(
                 )  # fmt: skip
 
             if sketched:
-                (_, sums), grads = sketched_value_and_grad(value, spec, has_aux=True)(train, step=step)
+                (_, sums), grads = sketched_value_and_grad(value, spec, has_aux=True)(train, step=step, into=into)
             else:
-                (_, sums), grads = jax.value_and_grad(value, has_aux=True)(train)
-            # Gradients of bfloat16 weights add up in float32.
+                (_, sums), grads = value_and_add_grad(value, train, into, has_aux=True)
+            return sums, grads
+
+        def wide(rows: Batch) -> tuple[LossSums, Tree]:
+            sums, grads = of_rows(rows)
             return sums, laid_out(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads), train)
 
-        shapes = jax.eval_shape(of_rows, batch)
-        sums, grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        zeros = sums, laid_out(grads, train)
-        return _over_micro_batches(of_rows, batch, micro_batch, zeros)
+        sum_shapes, shapes = jax.eval_shape(of_rows, batch)
+        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sum_shapes)
+        # Behind a barrier, or the compiler keeps one zero sketch until the end for all later uses of zeros.
+        zero = jax.lax.optimization_barrier(jnp.zeros(()))
+        totals = laid_out(jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero, jnp.float32), shapes), train)
+        if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(shapes)):
+            # Gradients of bfloat16 weights add up in float32, which takes a conversion in between.
+            return _over_micro_batches(wide, batch, micro_batch, (sums, totals))
+        into = jax.tree.map(jax.new_ref, totals)
+        sums = _over_micro_batches(lambda rows: of_rows(rows, into)[0], batch, micro_batch, sums)
+        return sums, jax.tree.map(jax.freeze, into)
 
     def update(state: TrainState, frozen: Tree, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         train = state.train
@@ -238,22 +254,46 @@ def make_update(
         probe_mask = completion_mask(probe.lengths, longest - policy.prompt_width)
         # Small passes: compiling their layers one by one would cost more than running them faster saves.
         looped = policy._replace(model=policy.model.replace(scan_unroll=1))
-        predicted = predict_kl(
-            lambda train: looped.hidden_head(merge(train, frozen), probe), train, spec,
-            step=step, mask=probe_mask, temperature=policy.temperature, head_sharding=head_sharding,
-        )  # fmt: skip
+
+        def predicted(updates: Tree) -> Array:
+            """Predicted KL on the probe, no more of whose rows are alive at a time than in the gradient."""
+
+            def of_rows(rows: Batch) -> tuple[Array, Array]:
+                mask = completion_mask(rows.lengths, longest - policy.prompt_width)
+                mean = predict_kl(
+                    lambda train: looped.hidden_head(merge(train, frozen), rows), train, spec,
+                    step=step, mask=mask, temperature=policy.temperature, head_sharding=head_sharding,
+                )(updates)  # fmt: skip
+                tokens = jnp.sum(mask, dtype=jnp.float32)
+                return mean * tokens, tokens
+
+            size = _turn_size(probe.tokens.shape[0], micro_batch)
+            total, tokens = _over_micro_batches(of_rows, probe, size, (jnp.zeros(()), jnp.zeros(())))
+            return total / jnp.maximum(tokens, 1.0)
 
         exact = looped._replace(model=looped.model.replace(compute_dtype="float32"))
         checked = _take(probe, jnp.arange(check_responses))
 
-        def check_hidden(train: Tree) -> HiddenHead:
-            return exact.hidden_head(merge(train, frozen), checked)
+        def check_hidden(train: Tree) -> Float[Array, "r c d"]:
+            params, size = merge(train, frozen), _turn_size(check_responses, micro_batch)
+            turns = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in _row_fields(checked).items()}
+            found = jax.lax.map(lambda rows: exact.hidden_head(params, checked._replace(**rows)).hidden, turns)
+            return found.reshape(-1, *found.shape[2:])
+
+        def check_head(train: Tree) -> Float[Array, "d v"]:
+            head = policy.model.head(merge(train, frozen))[:, : policy.vocab_size]
+            return constrain(head, policy.model.mesh, None, "logits")
+
+        def check_before(train: Tree) -> tuple[Array, Array | None]:
+            """What the update writes over: not the head, where the targets alone are trained."""
+            others = len(jax.tree.leaves(train)) > len(spec.matrices(train))
+            return check_hidden(train), check_head(train) if others else None
 
         if check_responses:
             # Taken before the weights are written over; the branch costs nothing on the other updates.
-            shapes = jax.eval_shape(check_hidden, train)
+            shapes = jax.eval_shape(check_before, train)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-            before = jax.lax.cond(batch.check, check_hidden, lambda _: zeros, train)
+            before, old_head = jax.lax.cond(batch.check, check_before, lambda _: zeros, train)
 
         updates, opt_state = tx.update(grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average)
         residual = state.residual
@@ -274,7 +314,10 @@ def make_update(
         if check_responses:
 
             def measure(new_train: Tree) -> Array:
-                return policy_kl(before, check_hidden(new_train), probe_mask[:check_responses], policy.temperature)
+                head = check_head(new_train)
+                old = HiddenHead(before, head if old_head is None else old_head)
+                new = HiddenHead(check_hidden(new_train), head)
+                return policy_kl(old, new, probe_mask[:check_responses], policy.temperature)
 
             metrics["kl/realized"] = jax.lax.cond(
                 batch.check, measure, lambda _: jnp.full((), jnp.nan, jnp.float32), new_train

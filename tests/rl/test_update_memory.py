@@ -14,8 +14,8 @@ from logra_jax.rl.update import Batch, Policy, TrainState, make_update
 DEVICES, FLOAT = 8, 4
 
 
-def compiled_temporaries(*, prompt, new, rank=4, **sizes):
-    """Bytes per device of a compiled LoGRA update, probe included: 2 micro-batches of one row per device."""
+def compiled_temporaries(*, prompt, new, rank=4, probe=DEVICES, **sizes):
+    """Bytes per device of a compiled LoGRA update, probe included: micro-batches of one row per device."""
     config = {
         "model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 4096,
         "tie_word_embeddings": False, "hidden_act": "silu",
@@ -35,7 +35,7 @@ def compiled_temporaries(*, prompt, new, rank=4, **sizes):
     places = TrainState(jax.tree.map(lambda leaf: leaf.sharding, train), optim.state_shardings(tx, train), whole)
     state = jax.eval_shape(lambda train: TrainState(train, tx.init(train), jnp.zeros(())), train)
     state = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, places)
-    count = 2 * DEVICES
+    count = max(2 * DEVICES, probe)
 
     def array(shape, dtype, place=rows):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -48,7 +48,7 @@ def compiled_temporaries(*, prompt, new, rank=4, **sizes):
         valid=array((count,), jnp.bool_),
         advantages=array((count,), jnp.float32),
         rollout_logprobs=array((count, new), jnp.float32),
-        probe=array((DEVICES,), jnp.int32, whole),
+        probe=array((probe,), jnp.int32, whole),
         check=array((), jnp.bool_, whole),
     )
     policy = Policy(model, sizes["vocab_size"], 1.0, prompt)
@@ -80,3 +80,13 @@ def test_neither_logits_nor_scores_exist_for_all_tokens(monkeypatch):
     )  # fmt: skip
     assert new * vocab == heads * (prompt + new) ** 2
     assert found < new * vocab * FLOAT
+
+
+def test_the_probe_takes_turns_as_the_gradient_does():
+    """Eight rows per device: the MLP's values and tangents of all of them at once are larger than the rest."""
+    prompt, new, mlp = 8, 248, 512
+    found = compiled_temporaries(
+        prompt=prompt, new=new, probe=8 * DEVICES, vocab_size=64, hidden_size=64, intermediate_size=mlp,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    assert found < 8 * (prompt + new) * mlp * 2 * FLOAT
