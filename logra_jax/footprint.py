@@ -201,7 +201,8 @@ def with_optimizer(config: Config, name: str) -> Config:
         return dataclasses.replace(
             config, optimizer=change(update_ratio=6e-5, learning_rate=None, others_learning_rate=dense_rate)
         )
+    model = config.model if config.model.remat != "projected" else dataclasses.replace(config.model, remat="full")
     optimizer = change(update_ratio=None, learning_rate=1e-6, others_learning_rate=None)
     return dataclasses.replace(
-        config, optimizer=optimizer, kl=dataclasses.replace(config.kl, control=False, check_every=0)
+        config, model=model, optimizer=optimizer, kl=dataclasses.replace(config.kl, control=False, check_every=0)
     )

@@ -11,12 +11,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.mesh import AxisTable, constrain
 from logra_jax.models.cache import LayerKV
 from logra_jax.models.config import ModelConfig
+from logra_jax.models.remat import BETWEEN
 
 QUERY_BLOCK = 512  # queries whose scores exist at a time: longer sequences take several turns
 
@@ -229,6 +231,6 @@ class DecoderLayer(nnx.Module):
         kv: LayerKV | None,
     ) -> tuple[Float[Array, "batch time d"], LayerKV | None]:
         mixed, kv = self.self_attn(self.input_layernorm(x), rope, sight, kv)
-        x = constrain(x + mixed, self.mesh, "batch", None, None)
+        x = checkpoint_name(constrain(x + mixed, self.mesh, "batch", None, None), BETWEEN)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return constrain(x, self.mesh, "batch", None, None), kv
