@@ -66,7 +66,8 @@ class Evaluator:
             rope_theta=settings.rope_theta,
             max_position_embeddings=settings.max_position_embeddings,
         )
-        self.model = model.replace(remat=settings.remat)
+        attention = build.choose_attention(self.config, self.shape, self.mesh.local_devices[0])
+        self.model = model.replace(remat=settings.remat, attention=attention)
         return weights
 
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:

@@ -236,8 +236,9 @@ def make_update(
             lengths=jnp.minimum(probe.lengths, longest - policy.prompt_width),
         )
         probe_mask = completion_mask(probe.lengths, longest - policy.prompt_width)
-        # Small passes: compiling their layers one by one would cost more than running them faster saves.
-        looped = policy._replace(model=policy.model.replace(scan_unroll=1))
+        # Small passes: compiling their layers one by one would cost more than running them faster saves. In forward
+        # mode and in float32, cuDNN has no attention.
+        looped = policy._replace(model=policy.model.replace(scan_unroll=1, attention="blocked"))
         predicted = predict_kl(
             lambda train: looped.hidden_head(merge(train, frozen), probe), train, spec,
             step=step, mask=probe_mask, temperature=policy.temperature, head_sharding=head_sharding,
