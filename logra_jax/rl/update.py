@@ -116,13 +116,18 @@ def _take(batch: Batch, rows: Int[Array, " r"]) -> Batch:
     return batch._replace(**{k: v[rows] for k, v in _row_fields(batch).items()})
 
 
+def _split(batch: Batch, micro_batch: int) -> dict[str, Array]:
+    """The fields of the rows, ``[micro-batches, rows of each, ...]``."""
+    count = batch.tokens.shape[0] // micro_batch if micro_batch else 1
+    # Row i goes to micro-batch i mod count, so that a batch split over devices stays split in every micro-batch.
+    return {k: v.reshape(-1, count, *v.shape[1:]).swapaxes(0, 1) for k, v in _row_fields(batch).items()}
+
+
 def _over_micro_batches(function: Callable, batch: Batch, micro_batch: int, initial: Tree) -> Tree:
     """Sum of ``function(rows)`` over micro-batches, accumulated in place in the carry of a scan."""
-    count = batch.tokens.shape[0] // micro_batch if micro_batch else 1
-    if count == 1:
+    if micro_batch in (0, batch.tokens.shape[0]):
         return function(batch)
-    # Row i goes to micro-batch i mod count, so that a batch split over devices stays split in every micro-batch.
-    split = {k: v.reshape(-1, count, *v.shape[1:]).swapaxes(0, 1) for k, v in _row_fields(batch).items()}
+    split = _split(batch, micro_batch)
 
     def body(total: Tree, rows: dict[str, Array]) -> tuple[Tree, None]:
         return jax.tree.map(jnp.add, total, function(batch._replace(**rows))), None
@@ -135,11 +140,9 @@ def make_score(policy: Policy, micro_batch: int) -> Callable[[Tree, Tree, Batch]
 
     def score(train: Tree, frozen: Tree, batch: Batch) -> Float[Array, "n c"]:
         params = merge(train, frozen)
-        fields = _row_fields(batch)
-        size = micro_batch or batch.tokens.shape[0]
-        split = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in fields.items()}
+        split = _split(batch, micro_batch)
         scored = jax.lax.map(lambda rows: policy.logprobs(params, batch._replace(**rows))[0], split)
-        return scored.reshape(batch.rollout_logprobs.shape)
+        return constrain(scored.swapaxes(0, 1).reshape(batch.rollout_logprobs.shape), policy.model.mesh, "batch", None)
 
     return jax.jit(score)
 
@@ -275,7 +278,8 @@ def make_update(
         if check_responses:
 
             def measure(new_train: Tree) -> Array:
-                return policy_kl(before, check_hidden(new_train), probe_mask[:check_responses], policy.temperature)
+                after, mask = check_hidden(new_train), probe_mask[:check_responses]
+                return policy_kl(before, after, mask, policy.temperature, mesh=policy.model.mesh)
 
             metrics["kl/realized"] = jax.lax.cond(
                 batch.check, measure, lambda _: jnp.full((), jnp.nan, jnp.float32), new_train
