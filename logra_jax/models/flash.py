@@ -97,5 +97,5 @@ def _compiles(heads: int, kv_heads: int, head_dim: int, device: Any) -> str | No
     try:
         jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, kv, kv, array((1,), "int32")).compile()
     except Exception as error:  # the library is missing, too old, or does not know the device: it raises what it likes
-        return f"it cannot be compiled ({(str(error).strip() or repr(error)).splitlines()[0]})"
+        return f"it cannot be compiled ({(str(error).strip() or repr(error)).splitlines()[0].rstrip('.')})"
     return None

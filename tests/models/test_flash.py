@@ -1,12 +1,16 @@
 """cuDNN's attention as the model calls it. There is no cuDNN here: XLA stands in behind the same call."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from logra_jax.build import choose_attention
+from logra_jax.config import load_config
+from logra_jax.errors import UserError
 from logra_jax.models import CausalLM, ModelConfig, flash, layers
 from logra_jax.models.layers import attend
 
@@ -68,5 +72,32 @@ def test_model_with_rows_moved_to_the_front(stand_in):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), rtol=0)
 
 
-def test_a_cpu_has_none():
-    assert flash.why_not_cudnn(CONFIG, jax.devices()[0]) == "cpu is not an NVIDIA GPU"
+class Described(NamedTuple):
+    """As much of a device as is looked at."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (jax.devices("cpu")[0], "cpu is not an NVIDIA GPU"),
+        (Described("gpu", "AMD Instinct MI300X", "gfx942"), "AMD Instinct MI300X is not an NVIDIA GPU"),
+        (Described("gpu", "Tesla V100", "7.0"), "Tesla V100 has compute capability 7.0, and it takes 8.0"),
+    ],
+)
+def test_devices_without_it(device, reason):
+    assert flash.why_not_cudnn(CONFIG, device) == reason
+    for attention, compute in (("auto", "bfloat16"), ("auto", "float32"), ("blocked", "bfloat16")):
+        config = load_config(None, [f"model.attention={attention}", f"model.compute_dtype={compute}"])
+        assert choose_attention(config, CONFIG, device) == "blocked"
+    with pytest.raises(UserError, match=f"model.attention=cudnn: {reason}; set model.attention=auto or blocked"):
+        choose_attention(load_config(None, ["model.attention=cudnn", "model.compute_dtype=bfloat16"]), CONFIG, device)
+
+
+def test_what_cannot_be_compiled_is_not_chosen():
+    """Here the library is missing; elsewhere it may be too old for the device, or the heads too large."""
+    device = jax.devices("cpu")[0]
+    assert "it cannot be compiled (" in flash._compiles(4, 2, 4, device)
