@@ -58,6 +58,7 @@ class Evaluator:
         dtypes: by parameter path; parameters that are not in it keep the dtype of the folder.
         """
         settings, empty = self.config.model, models.CausalLM(self.shape)
+        attention = build.choose_attention(self.config, self.shape, self.mesh.local_devices[0])
         model, weights = models.load_hf(
             resolve_path(settings.path),
             dtypes or {},
@@ -66,7 +67,6 @@ class Evaluator:
             rope_theta=settings.rope_theta,
             max_position_embeddings=settings.max_position_embeddings,
         )
-        attention = build.choose_attention(self.config, self.shape, self.mesh.local_devices[0])
         self.model = model.replace(remat=settings.remat, attention=attention)
         return weights
 

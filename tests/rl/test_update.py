@@ -192,11 +192,15 @@ def placed_start(policy, params, spec, tx, batch, mesh):
     return on_mesh, jax.device_put(state, places), places, frozen, Batch(**placed)
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(2, 1), (1, 2), (2, 2), (8, 1), (4, 2)])
-def test_update_does_not_depend_on_the_mesh(model, policy, plain, params, spec, fsdp, tensor):
-    """Sketches, predicted and real KL, alpha, second moments and weights."""
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "remat"),
+    [(2, 1, "none"), (1, 2, "offload"), (2, 2, "projected"), (8, 1, "offload"), (4, 2, "full")],
+)
+def test_update_does_not_depend_on_the_mesh(model, policy, plain, params, spec, fsdp, tensor, remat):
+    """Sketches, predicted and real KL, alpha, second moments and weights; nor on what the backward pass keeps."""
     expected, expected_metrics = plain.update(*start(params, spec, plain.tx), make_batch())
     mesh, tx = make_mesh(fsdp, tensor), optax.chain(keep_sketches(spec), plain.tx)
+    policy = policy._replace(model=model.replace(remat=remat))
     policy, state, places, frozen, batch = placed_start(policy, params, spec, tx, make_batch(), mesh)
     update = make_update(
         policy, tx, spec, LossSettings(), mismatch=True, micro_batch=fsdp, check_responses=3, state_shardings=places
