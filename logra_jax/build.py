@@ -10,6 +10,7 @@ from logra_jax import optim
 from logra_jax.config import Config, check_paths, resolve_path
 from logra_jax.errors import UserError
 from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.models.flash import why_not_cudnn
 from logra_jax.models.hf import read_json
 from logra_jax.models.presets import PRESETS, differences
 from logra_jax.rl.loss import LossSettings
@@ -49,6 +50,20 @@ def read_model_config(config: Config) -> ModelConfig:
             "set model.preset=null, or give the right folder"
         )
     return shape
+
+
+def choose_attention(config: Config, shape: ModelConfig, device: Any) -> str:
+    """How training passes attend on such a device, "cudnn" or "blocked". UserError if cuDNN is asked for in vain.
+
+    device: one of this process, or the description of one.
+    """
+    wanted = config.model.attention
+    if wanted == "blocked" or config.model.compute_dtype != "bfloat16":
+        return "blocked"
+    reason = why_not_cudnn(shape, device)
+    if reason is not None and wanted == "cudnn":
+        raise UserError(f"model.attention=cudnn: {reason}; set model.attention=auto or blocked")
+    return "blocked" if reason is not None else "cudnn"
 
 
 def check_split(config: Config, fsdp: int) -> None:

@@ -95,7 +95,14 @@ class Parts:
         self.rows = batch_sharding(self.mesh)
         self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         # Short stacks are unrolled on a CPU only, which these devices are not meant to be.
-        self.model = CausalLM(shape, settings.compute_dtype, settings.remat, scan_unroll=1, mesh=self.mesh)
+        self.model = CausalLM(
+            shape,
+            settings.compute_dtype,
+            settings.remat,
+            build.choose_attention(config, shape, devices[0]),
+            scan_unroll=1,
+            mesh=self.mesh,
+        )
         shapes = self.model.abstract_params()
         places = shardings(self.mesh, self.model.logical_axes(), shapes)
         build.check_split(config, self.mesh.shape["fsdp"])
@@ -177,6 +184,13 @@ class Parts:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.k, cache.v))
 
 
+def attention_workspace(config: Config, shape: ModelConfig, fsdp: int) -> int:
+    """Bytes per device, an estimate: cuDNN's backward pass adds up the gradient of the queries in float32."""
+    rows = (config.loss.micro_batch or config.rollout.rows) // fsdp
+    tokens = config.data.max_prompt_length + config.rollout.max_new_tokens
+    return 4 * rows * tokens * shape.q_size // config.mesh.tensor
+
+
 def _compile(function: Any, *arguments: Any) -> Any:
     return function.lower(*arguments).compile()
 
@@ -206,7 +220,8 @@ def with_optimizer(config: Config, name: str) -> Config:
         return dataclasses.replace(
             config, optimizer=change(update_ratio=6e-5, learning_rate=None, others_learning_rate=dense_rate)
         )
+    model = config.model if config.model.remat != "projected" else dataclasses.replace(config.model, remat="full")
     optimizer = change(update_ratio=None, learning_rate=1e-6, others_learning_rate=None)
     return dataclasses.replace(
-        config, optimizer=optimizer, kl=dataclasses.replace(config.kl, control=False, check_every=0)
+        config, model=model, optimizer=optimizer, kl=dataclasses.replace(config.kl, control=False, check_every=0)
     )

@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--search", action="store_true", help="find the largest settings that fit as well (minutes)")
     found = parser.parse_intermixed_args(argv)
     config, target = load_config(found.config, found.settings), find_gpu(found.gpu)
+    if config.model.attention == "cudnn":  # where it cannot be compiled here, the other one is planned
+        config = replace(config, model=replace(config.model, attention="auto"))
     count = found.gpus if found.gpus is not None else max(config.mesh.fsdp, 1) * config.mesh.tensor
     _check_count(config, count)
 
@@ -71,11 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(NO_COMPILER, file=sys.stderr)
     prepare_jax(count)
     from logra_jax import build, footprint
+    from logra_jax.models.flash import why_not_cudnn
 
     shape = build.read_model_config(config)
     vocab_size = _vocabulary(config, shape)
     devices = footprint.absent_gpus(target, count) if by_gpu else _cpu_devices(count)
     reserve = CONTEXT_GIB + (COLLECTIVES_GIB if count > 1 else 0.0)
+    attention = build.choose_attention(config, shape, devices[0])
+    if attention == "cudnn":
+        reserve += footprint.attention_workspace(config, shape, count // config.mesh.tensor) / GIB
+    elif by_gpu and config.model.attention == "auto" and config.model.compute_dtype == "bfloat16":
+        print(NO_CUDNN.format(reason=why_not_cudnn(shape, devices[0])), file=sys.stderr)
 
     def plan(config: Config) -> Plan:
         return Plan(footprint.measure(config, shape, vocab_size, devices), target.memory / GIB, reserve)
@@ -91,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             entries[config.optimizer.name]["largest"] = largest
         print(json.dumps(entries))
         return 0
-    print(header(config, shape, target, count, by_gpu))
+    print(header(config, shape, target, count, by_gpu, attention))
     print(table(plans))
     print()
     for name, one in plans.items():
@@ -104,6 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 NO_COMPILER = (
     "note: there is no GPU compiler here, so this is an ESTIMATE from the same programs compiled for a CPU: weights "
     "and optimizer state are exact, temporaries are not. For the real figures: pip install 'logra-jax[plan]'"
+)
+
+NO_CUDNN = (
+    "note: planned with attention in blocks, which takes a little more memory than cuDNN's: {reason}. With the library "
+    "installed (pip install nvidia-cudnn-cu13) cuDNN's is planned"
 )
 
 
@@ -183,7 +196,7 @@ def as_json(name: str, plan: Plan, by_gpu: bool) -> dict[str, Any]:
     return figures | {"fits": plan.fits, "compiled_for": "gpu" if by_gpu else "cpu (estimate)"}
 
 
-def header(config: Config, shape: ModelConfig, target: Target, count: int, by_gpu: bool) -> str:
+def header(config: Config, shape: ModelConfig, target: Target, count: int, by_gpu: bool, attention: str) -> str:
     """What is planned, for people."""
     model, rollout, optimizer = config.model, config.rollout, config.optimizer
     name = model.path or model.preset
@@ -191,7 +204,7 @@ def header(config: Config, shape: ModelConfig, target: Target, count: int, by_gp
     compiled = "compiled for these GPUs" if by_gpu else "ESTIMATE: compiled for a CPU"
     return (
         f"{name}: {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {model.compute_dtype} compute, "
-        f"remat {model.remat}\n"
+        f"remat {model.remat}, attention {attention}\n"
         f"{count} x {target.name} ({target.memory / GIB:.1f} GiB each), "
         f"mesh fsdp={count // config.mesh.tensor} tensor={config.mesh.tensor}; {compiled}\n"
         f"{rollout.prompts} prompts x {rollout.generations} answers, {config.data.max_prompt_length} + "

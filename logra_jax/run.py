@@ -58,6 +58,7 @@ class Evaluator:
         dtypes: by parameter path; parameters that are not in it keep the dtype of the folder.
         """
         settings, empty = self.config.model, models.CausalLM(self.shape)
+        attention = build.choose_attention(self.config, self.shape, self.mesh.local_devices[0])
         model, weights = models.load_hf(
             resolve_path(settings.path),
             dtypes or {},
@@ -66,7 +67,7 @@ class Evaluator:
             rope_theta=settings.rope_theta,
             max_position_embeddings=settings.max_position_embeddings,
         )
-        self.model = model.replace(remat=settings.remat)
+        self.model = model.replace(remat=settings.remat, attention=attention)
         return weights
 
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:

@@ -36,7 +36,17 @@ class Model:
         "param_dtype=bfloat16: how updates below its resolution add up, by random rounding, or in a second "
         "bfloat16 number per weight that holds what rounding lost; null: stochastic",
     )
-    remat: Literal["none", "full"] = _f("full", "recompute activations in the backward pass to save memory")
+    remat: Literal["none", "full", "projected", "offload"] = _f(
+        "full",
+        "what is computed again in the backward pass to save memory: nothing, whole layers (full), layers without "
+        "attention (projected, for sketches: keeps their r numbers per input), or whole layers with their inputs in "
+        "the host's memory meanwhile (offload)",
+    )
+    attention: Literal["auto", "cudnn", "blocked"] = _f(
+        "auto",
+        "attention of the training passes: cuDNN's flash attention (NVIDIA GPUs, bfloat16), or blocks of queries; "
+        "auto: cuDNN where it exists",
+    )
     rope_theta: float | None = _f(None, "replaces the model's rotary base", "(0, inf)")
     max_position_embeddings: int | None = _f(None, "replaces the model's longest sequence", "[1, inf)")
 
@@ -249,6 +259,16 @@ def check(config: Config) -> None:
         raise UserError(
             f"model.rounding={config.model.rounding} has no effect with model.param_dtype="
             f"{config.model.param_dtype}: leave it out, or set model.param_dtype=bfloat16"
+        )
+    if config.model.remat == "projected" and config.optimizer.name != "logra":
+        raise UserError(
+            f"model.remat=projected keeps what sketches need, and optimizer.name={config.optimizer.name} takes none: "
+            "set model.remat=full"
+        )
+    if config.model.attention == "cudnn" and config.model.compute_dtype != "bfloat16":
+        raise UserError(
+            f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {config.model.compute_dtype}: "
+            "set one of them, or model.attention=auto"
         )
     if kl.check_every and kl.check_responses > kl.probe_responses:
         raise UserError(

@@ -196,6 +196,11 @@ TOGETHER = [
     (["optimizer.name=adamw"], ["optimizer.update_ratio=6e-05", "adamw", "optimizer.learning_rate"]),
     (["optimizer.name=adamw", "optimizer.update_ratio=null"], ["optimizer.learning_rate is required"]),
     (["model.rounding=residual"], ["model.rounding=residual", "no effect", "model.param_dtype=bfloat16"]),
+    (
+        ["model.remat=projected", "optimizer.name=adamw", "optimizer.update_ratio=null", "optimizer.learning_rate=1"],
+        ["model.remat=projected", "optimizer.name=adamw", "model.remat=full"],
+    ),
+    (["model.attention=cudnn", "model.compute_dtype=float32"], ["model.attention=cudnn", "model.compute_dtype"]),
     (["optimizer.others=adamw"], ["optimizer.others_learning_rate"]),
     (["optimizer.others_learning_rate=1e-6"], ["no effect", "optimizer.others=frozen"]),
     (["optimizer.warmup=100"], ["optimizer.warmup=100", "steps=100"]),

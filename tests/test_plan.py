@@ -91,7 +91,7 @@ def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, mo
     gib = Footprint(weights=9, optimizer=3, gradients=1, temporaries=30, kv_cache=4, update=42, rollout=20, reference=0)
     fake = Footprint(**{key: value * GIB for key, value in vars(gib).items()})
     monkeypatch.setattr("logra_jax.footprint.measure", lambda *args: fake)
-    argv = ["--gpu", "RTX 4090", *settings, "model.remat=none"]
+    argv = ["--gpu", "RTX 4090", *settings, "model.remat=none", "model.attention=cudnn"]
     assert plan.main(argv) == 0
     said = capsys.readouterr().out
     lines = {line[:50].strip(): line[50:].split() for line in said.splitlines()}
@@ -100,6 +100,7 @@ def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, mo
     assert lines["sketches / gradients (computed; in temporaries)"] == ["1.00", "1.00"]
     assert lines["total: larger phase + estimate"] == ["42.75", "42.75"]  # one GPU has no collectives
     assert lines["left"] == ["-19.15", "-19.15"]
+    assert "bfloat16 compute, remat none, attention blocked" in said  # a CPU's compiler knows no other
     assert "1 x rtx4090-24gb (23.6 GiB each), mesh fsdp=1 tensor=1; ESTIMATE" in said
     for part in (
         "logra: DOES NOT FIT, 19.15 GiB too large; the largest part is the temporaries of the update (30.00 GiB)",
@@ -170,6 +171,8 @@ def test_the_other_optimizer():
     assert with_optimizer(logra, "logra") is logra
     assert (adamw.optimizer.learning_rate, adamw.optimizer.update_ratio, adamw.kl.control) == (1e-6, None, False)
     assert with_optimizer(adamw, "logra").optimizer.update_ratio == 6e-5
+    assert with_optimizer(load_config(None, ["model.remat=projected"]), "adamw").model.remat == "full"
+    assert with_optimizer(load_config(None, ["model.remat=offload"]), "adamw").model.remat == "offload"
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 6, 9])

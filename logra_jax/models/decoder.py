@@ -14,14 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.errors import UserError
+from logra_jax.mesh import constrain
 from logra_jax.models.cache import Cache, LayerKV
 from logra_jax.models.config import ModelConfig
+from logra_jax.models.flash import Front
 from logra_jax.models.layers import DecoderLayer, Embedding, Linear, RMSNorm, Sight, rope_angles
 from logra_jax.models.names import name_table
+from logra_jax.models.remat import LAYER_INPUT, REMAT, rematerialized
 
 Params = dict[str, Any]
 Ids = Int[Array | np.ndarray, "batch time"]
@@ -76,7 +80,9 @@ class CausalLM:
 
     compute_dtype: "float32" or "bfloat16", the activations' dtype; weights are cast to it where they are
         used, while softmax, norm statistics, rotary angles and logits stay in float32.
-    remat: "none", or "full" to keep only each layer's input for the backward pass and compute the rest again.
+    remat: what the backward pass keeps of a layer's activations, the rest being computed again: see `models/remat.py`.
+    attention: "blocked", for a block of queries at a time; or "cudnn", which passes without a cache then use:
+        bfloat16 on NVIDIA GPUs, no forward mode, and real tokens next to each other in their row.
     scan_unroll: layers per turn of the layer loop; None unrolls short stacks on a CPU and nothing elsewhere.
     mesh: devices to compute on: rows are split over them, weights are put together layer by layer. None leaves
         the layout of everything to the compiler.
@@ -87,6 +93,7 @@ class CausalLM:
     config: ModelConfig
     compute_dtype: str = "float32"
     remat: str = "none"
+    attention: str = "blocked"
     scan_unroll: int | None = None
     mesh: Mesh | None = None
     source: str | None = None
@@ -95,8 +102,10 @@ class CausalLM:
 
     def __post_init__(self) -> None:
         check_dtype("compute_dtype", self.compute_dtype)
-        if self.remat not in ("none", "full"):
-            raise UserError(f"remat is {self.remat!r}; choose 'none' or 'full'")
+        if self.remat not in REMAT:
+            raise UserError(f"remat is {self.remat!r}; choose {', '.join(map(repr, REMAT))}")
+        if self.attention not in ("blocked", "cudnn"):
+            raise UserError(f"attention is {self.attention!r}; choose 'blocked' or 'cudnn'")
         if self.scan_unroll is not None and self.scan_unroll < 1:
             raise UserError(f"scan_unroll is {self.scan_unroll}; it counts layers and must be at least 1")
 
@@ -129,6 +138,9 @@ class CausalLM:
             real = jnp.ones((batch, time), jnp.bool_)
         else:
             real = jnp.asarray(attention_mask, jnp.bool_)
+        front = Front(real) if self.attention == "cudnn" and cache is None else None
+        if front is not None:
+            input_ids, real = front.move(jnp.asarray(input_ids)), front.real
         counted = jnp.cumsum(real.astype(jnp.int32), axis=1)
         if cache is None:
             offset, valid, kv = jnp.zeros((), jnp.int32), real, None
@@ -143,10 +155,11 @@ class CausalLM:
 
         graphs = _parts(self.config, self.mesh).graphs
         x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
-        x, kv = self._layers(params["layers"], x, positions, Sight(valid, offset), kv)
+        sight = Sight(valid, offset, None if front is None else front.lengths)
+        x, kv = self._layers(params["layers"], x, positions, sight, kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
-            return x
+            return x if front is None else constrain(front.back(x), self.mesh, "batch", None, None)
         return x, Cache(kv.k, kv.v, valid, cache.lengths + counted[:, -1], cache.slot + time)
 
     def _layers(
@@ -163,6 +176,7 @@ class CausalLM:
 
         def layer(carry: tuple[jax.Array, LayerKV | None], values: Params) -> tuple[Any, None]:
             x, kv = carry
+            x = checkpoint_name(x, LAYER_INPUT)
             x, kv = nnx.merge(graph, values)(x, rope, sight, kv)
             return (x, None if kv is None else kv._replace(layer=kv.layer + 1)), None
 
@@ -170,10 +184,7 @@ class CausalLM:
         unroll = self.scan_unroll
         if unroll is None:
             unroll = layers if jax.default_backend() == "cpu" and layers <= UNROLLED_LAYERS_ON_CPU else 1
-        if self.remat == "full":
-            # In a loop body nothing can be merged with the recomputation, so no barriers are needed there.
-            policy = jax.checkpoint_policies.nothing_saveable
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=unroll > 1)
+        layer = rematerialized(layer, self.remat, looped=unroll == 1)
         (x, kv), _ = jax.lax.scan(layer, (x, kv), params, length=layers, unroll=min(unroll, layers))
         return x, kv
 

@@ -11,21 +11,28 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.mesh import AxisTable, constrain
 from logra_jax.models.cache import LayerKV
 from logra_jax.models.config import ModelConfig
+from logra_jax.models.flash import attend_to_front
+from logra_jax.models.remat import BETWEEN
 
 QUERY_BLOCK = 512  # queries whose scores exist at a time: longer sequences take several turns
 
 
 class Sight(NamedTuple):
-    """What a query may see: query t of a row sees slot s where `valid[s]` and `s <= offset + t`."""
+    """What a query may see: query t of a row sees slot s where `valid[s]` and `s <= offset + t`.
+
+    lengths: if the real tokens of every row are its first ones and attention is to be that of cuDNN, their number.
+    """
 
     valid: Bool[Array, "batch slots"]
     offset: Int[Array, ""]
+    lengths: Int[Array, " batch"] | None = None
 
     def mask(self, start: int | Array, count: int) -> Bool[Array, "batch count slots"]:
         """The slots that queries start .. start + count - 1 may see."""
@@ -193,7 +200,10 @@ class Attention(nnx.Module):
         if kv is not None:
             kv = kv.write(k, v)
             k, v = kv.read(x.dtype)
-        mixed = attend_in_blocks(q, k, v, sight)
+        if sight.lengths is None:
+            mixed = attend_in_blocks(q, k, v, sight)
+        else:
+            mixed = attend_to_front(q, k, v, sight.lengths)
         return self.o_proj(mixed.reshape(*x.shape[:2], -1)), kv
 
 
@@ -229,6 +239,6 @@ class DecoderLayer(nnx.Module):
         kv: LayerKV | None,
     ) -> tuple[Float[Array, "batch time d"], LayerKV | None]:
         mixed, kv = self.self_attn(self.input_layernorm(x), rope, sight, kv)
-        x = constrain(x + mixed, self.mesh, "batch", None, None)
+        x = checkpoint_name(constrain(x + mixed, self.mesh, "batch", None, None), BETWEEN)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return constrain(x, self.mesh, "batch", None, None), kv

@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from logra_jax._shapes import Array, Float
 from logra_jax.errors import UserError
+from logra_jax.optim.names import PROJECTED_INPUT
 from logra_jax.optim.projection import expand_leaf, signs, weight_keys
 from logra_jax.optim.spec import Matrix, SketchSpec, leaves_with_paths, map_leaves, path_string, sketch_zeros
 
@@ -122,7 +124,7 @@ def _matmul_jvp(static: tuple[str, bool], primals: Any, tangents: Any) -> tuple[
         a = signs(key_data, r, k, distribution, x.dtype)
         p = lax.dot_general(x, a, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         # Scaled before it is rounded to the compute dtype; this is all of x that the backward pass keeps.
-        p = (p * np.float32(r**-0.5)).astype(x.dtype)
+        p = checkpoint_name((p * np.float32(r**-0.5)).astype(x.dtype), PROJECTED_INPUT)
         change = lax.dot_general(p, u_dot, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         change = change.astype(y.dtype)
         y_dot = change if y_dot is None else y_dot + change

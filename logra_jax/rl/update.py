@@ -117,13 +117,18 @@ def _take(batch: Batch, rows: Int[Array, " r"]) -> Batch:
     return batch._replace(**{k: v[rows] for k, v in _row_fields(batch).items()})
 
 
+def _split(batch: Batch, micro_batch: int) -> dict[str, Array]:
+    """The fields of the rows, ``[micro-batches, rows of each, ...]``."""
+    count = batch.tokens.shape[0] // micro_batch if micro_batch else 1
+    # Row i goes to micro-batch i mod count, so that a batch split over devices stays split in every micro-batch.
+    return {k: v.reshape(-1, count, *v.shape[1:]).swapaxes(0, 1) for k, v in _row_fields(batch).items()}
+
+
 def _over_micro_batches(function: Callable, batch: Batch, micro_batch: int, initial: Tree) -> Tree:
     """Sum of ``function(rows)`` over micro-batches, accumulated in place in the carry of a scan."""
-    count = batch.tokens.shape[0] // micro_batch if micro_batch else 1
-    if count == 1:
+    if micro_batch in (0, batch.tokens.shape[0]):
         return function(batch)
-    # Row i goes to micro-batch i mod count, so that a batch split over devices stays split in every micro-batch.
-    split = {k: v.reshape(-1, count, *v.shape[1:]).swapaxes(0, 1) for k, v in _row_fields(batch).items()}
+    split = _split(batch, micro_batch)
 
     def body(total: Tree, rows: dict[str, Array]) -> tuple[Tree, None]:
         return jax.tree.map(jnp.add, total, function(batch._replace(**rows))), None
@@ -141,11 +146,9 @@ def make_score(policy: Policy, micro_batch: int) -> Callable[[Tree, Tree, Batch]
 
     def score(train: Tree, frozen: Tree, batch: Batch) -> Float[Array, "n c"]:
         params = merge(train, frozen)
-        fields = _row_fields(batch)
-        size = micro_batch or batch.tokens.shape[0]
-        split = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in fields.items()}
+        split = _split(batch, micro_batch)
         scored = jax.lax.map(lambda rows: policy.logprobs(params, batch._replace(**rows))[0], split)
-        return scored.reshape(batch.rollout_logprobs.shape)
+        return constrain(scored.swapaxes(0, 1).reshape(batch.rollout_logprobs.shape), policy.model.mesh, "batch", None)
 
     return jax.jit(score)
 
@@ -252,8 +255,9 @@ def make_update(
             lengths=jnp.minimum(probe.lengths, longest - policy.prompt_width),
         )
         probe_mask = completion_mask(probe.lengths, longest - policy.prompt_width)
-        # Small passes: compiling their layers one by one would cost more than running them faster saves.
-        looped = policy._replace(model=policy.model.replace(scan_unroll=1))
+        # Small passes: compiling their layers one by one would cost more than running them faster saves. In forward
+        # mode and in float32, cuDNN has no attention.
+        looped = policy._replace(model=policy.model.replace(scan_unroll=1, attention="blocked"))
 
         def predicted(updates: Tree) -> Array:
             """Predicted KL on the probe, no more of whose rows are alive at a time than in the gradient."""
@@ -317,7 +321,8 @@ def make_update(
                 head = check_head(new_train)
                 old = HiddenHead(before, head if old_head is None else old_head)
                 new = HiddenHead(check_hidden(new_train), head)
-                return policy_kl(old, new, probe_mask[:check_responses], policy.temperature)
+                mask = probe_mask[:check_responses]
+                return policy_kl(old, new, mask, policy.temperature, mesh=policy.model.mesh)
 
             metrics["kl/realized"] = jax.lax.cond(
                 batch.check, measure, lambda _: jnp.full((), jnp.nan, jnp.float32), new_train
