@@ -22,16 +22,26 @@ QUERY_BLOCK = 512  # queries whose scores exist at a time: longer sequences take
 
 
 class Sight(NamedTuple):
-    """What a query may see: query t of a row sees slot s where `valid[s]` and `s <= offset + t`."""
+    """What a query may see: query t of a row sees slot s where `valid[s]` and `s <= offset + t`.
+
+    segments: with several texts in a row (and no cache), the number of the text that a slot belongs to, the only
+    one that it sees.
+    """
 
     valid: Bool[Array, "batch slots"]
     offset: Int[Array, ""]
+    segments: Int[Array, "batch slots"] | None = None
 
     def mask(self, start: int | Array, count: int) -> Bool[Array, "batch count slots"]:
         """The slots that queries start .. start + count - 1 may see."""
         queries = jnp.arange(count) + start + self.offset
         seen = jnp.arange(self.valid.shape[1])[None, :] <= queries[:, None]
-        return seen[None] & self.valid[:, None, :]
+        seen = seen[None] & self.valid[:, None, :]
+        if self.segments is None:
+            return seen
+        # Queries past the end fill up a block; which text they see does not matter.
+        own = jnp.take(self.segments, queries, axis=1, mode="clip")
+        return seen & (own[:, :, None] == self.segments[:, None, :])
 
 
 class Rope(NamedTuple):

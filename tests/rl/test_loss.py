@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logra_jax.rl.loss import LossSettings, entropy_of, policy_loss, token_logprobs
+from logra_jax.rl.loss import LossSettings, entropy_of, policy_loss, token_logprobs, token_weights
 
 NO_CLIP = {"clip_low": None, "clip_high": None}
 
@@ -46,8 +46,10 @@ def counts_of(rows):
 
 
 def loss_of(rows, counts=None, **options):
-    counts = counts_of(rows) if counts is None else counts
-    return policy_loss(**rows, **counts, settings=LossSettings(**options))
+    counts, settings = counts_of(rows) if counts is None else counts, LossSettings(**options)
+    weights = token_weights(settings.aggregation, jnp.sum(rows["mask"], axis=1), **counts)
+    of_row = {"advantages": rows["advantages"][:, None], "weights": weights[:, None]}
+    return policy_loss(**rows | of_row, settings=settings)
 
 
 def numpy_loss(rows, *, aggregation="token", clip_low=None, clip_high=None, importance_cap=None, reference_kl=0.0):
