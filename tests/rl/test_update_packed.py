@@ -23,6 +23,13 @@ CONFIG = {  # tied, with biases
 EVERYTHING = LossSettings("sequence", clip_low=0.05, clip_high=0.05, importance_cap=1.2, reference_kl=0.3)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def policy():
     return Policy(CausalLM(ModelConfig.from_hf(CONFIG, where="test"), scan_unroll=1), VOCAB, 0.8, PROMPT)
@@ -140,7 +147,7 @@ def tx(spec):
 @pytest.fixture(scope="module")
 def update(policy, spec, tx):
     """One function for all tests on one device; it is compiled for each layout of a batch."""
-    return make_update(policy, tx, spec, EVERYTHING, mismatch=True, check_responses=3)
+    return make_update(policy, tx, spec, EVERYTHING, mismatch=True)
 
 
 @pytest.fixture(scope="module")
@@ -169,17 +176,15 @@ def assert_same(found, expected):
         assert 0.05 < one["importance/capped"] < 0.95
 
 
-def test_whole_update_in_rows_of_two_widths_each_with_one_program(update, plain, params, spec, tx):
-    compiled = update._cache_size()
-    for budget in (12, 30):
-        batches = [packed(batch, budget) for batch in (make_batch(), make_batch(5))]
-        assert batches[0].packing.passes != batches[1].packing.passes
-        assert_same(run(update, *start(params, spec, tx), batches), plain)
-        compiled += 1
-        assert update._cache_size() == compiled
+def test_whole_update_with_one_program_for_all_lengths(update, plain, params, spec, tx):
+    before = update._cache_size()
+    batches = [packed(batch, 30) for batch in (make_batch(), make_batch(5))]
+    assert batches[0].packing.passes != batches[1].packing.passes
+    assert_same(run(update, *start(params, spec, tx), batches), plain)
+    assert update._cache_size() == before + 1
 
 
-def test_whole_update_on_two_devices(policy, plain, params, spec, tx):
+def test_whole_update_in_other_rows_on_two_devices(policy, plain, params, spec, tx):
     mesh = make_mesh(2, 1)
     rows, whole = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec())
 
@@ -197,7 +202,7 @@ def test_whole_update_on_two_devices(policy, plain, params, spec, tx):
         jax.tree.map(lambda leaf: leaf.sharding, state.train), optim.state_shardings(tx, state.train), whole
     )
     on_mesh = policy._replace(model=policy.model.replace(mesh=mesh))
-    update = make_update(on_mesh, tx, spec, EVERYTHING, mismatch=True, check_responses=3, state_shardings=places)
+    update = make_update(on_mesh, tx, spec, EVERYTHING, mismatch=True, state_shardings=places)
     state = jax.device_put(state, places)
     assert_same(run(update, state, frozen, [placed(make_batch()), placed(make_batch(5))]), plain)
 
