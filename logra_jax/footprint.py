@@ -136,7 +136,7 @@ class _Parts:
             check=array((), "bool", self.everywhere),
             old_logprobs=logprobs if config.loss.updates_per_batch > 1 else None,
             ref_logprobs=logprobs if config.loss.reference_kl else None,
-            packing=build.abstract_packing(config, self.mesh),
+            packing=build.abstract_packing(config, self.mesh, prompt),
         )
         policy = Policy(self.model, self.vocab_size, config.rollout.temperature, prompt)
         update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)

@@ -242,14 +242,15 @@ class Run(Evaluator):
 
     def _pack(self, rollout: Rollout, valid: np.ndarray) -> Packing | None:
         """Which answers share a row; None where each has its own."""
-        layout = build.abstract_packing(self.config, self.mesh)
+        prompt_width = self.prompts.tokens.shape[1]
+        layout = build.abstract_packing(self.config, self.mesh, prompt_width)
         if layout is None:
             return None
         prompt_lengths, lengths = jax.device_get((rollout.prompt_lengths, rollout.lengths))
         found = pack(
             prompt_lengths, lengths, valid,
-            prompt_width=self.prompts.tokens.shape[1], width=rollout.tokens.shape[1],
-            budget=self.config.loss.token_budget, devices=self.mesh.shape["fsdp"],
+            prompt_width=prompt_width, width=rollout.tokens.shape[1],
+            row=layout.source.shape[2], devices=self.mesh.shape["fsdp"],
         )  # fmt: skip
         return jax.device_put(found, jax.tree.map(lambda leaf: leaf.sharding, layout))
 

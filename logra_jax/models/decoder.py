@@ -106,7 +106,7 @@ class CausalLM:
 
     @overload
     def hidden(
-        self, params: Params, input_ids: Any, attention_mask: Any = ..., *, segments: Any = ...
+        self, params: Params, input_ids: Any, attention_mask: Any = ..., *, segments: Any = ..., reach: int | None = ...
     ) -> jax.Array: ...
     @overload
     def hidden(
@@ -119,6 +119,7 @@ class CausalLM:
         attention_mask: Mask | None = None,
         cache: Cache | None = None,
         segments: Int[Array, "batch time"] | None = None,
+        reach: int | None = None,
     ) -> Any:
         """Hidden states after the final norm, `[batch, time, hidden]` in the compute dtype.
 
@@ -128,6 +129,7 @@ class CausalLM:
             attend to all earlier valid slots, and the result is `(hidden, new cache)`.
         segments: for rows of several texts, instead of mask and cache: a number above 0 at the tokens of each text,
             which lie next to each other, and 0 at padding. Texts do not see each other, and each starts at position 0.
+        reach: tokens of the longest text, if segments are given: attention then looks no further.
         """
         batch, time = input_ids.shape
         if segments is not None:
@@ -152,7 +154,7 @@ class CausalLM:
 
         graphs = _parts(self.config, self.mesh).graphs
         x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
-        x, kv = self._layers(params["layers"], x, positions, Sight(valid, offset, segments), kv)
+        x, kv = self._layers(params["layers"], x, positions, Sight(valid, offset, segments, reach), kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
             return x

@@ -1,7 +1,7 @@
 """Several answers in one row: which row each gets, decided on the host, and how a pass reads its rows on the devices.
 
 An answer here is a prompt with its completion. Its last token is no input of the model, so it takes prompt +
-completion - 1 slots. Rows have the width of the token budget; a pass takes one row on each device.
+completion - 1 slots. A pass takes one row on each device.
 """
 
 from typing import NamedTuple
@@ -20,24 +20,33 @@ class Packing(NamedTuple):
     them hold anything, int32.
     """
 
-    source: Int[Array, "most devices budget"] | Int[np.ndarray, "most devices budget"]
+    source: Int[Array, "most devices row"] | Int[np.ndarray, "most devices row"]
     passes: Int[Array, ""] | Int[np.ndarray, ""]
 
 
-def first_fit(sizes: Int[np.ndarray, " n"], budget: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+def row_width(budget: int, longest: int) -> int:
+    """Slots of a row: as many of the longest answers (in slots) as the token budget has room for.
+
+    Then a row that has not got room for another answer holds as many of them as the budget has room for at least, so
+    that packed rows are never more work than a row of `longest` slots for every answer.
+    """
+    return budget // longest * longest
+
+
+def first_fit(sizes: Int[np.ndarray, " n"], width: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
     """(row, first slot) of each item: the largest first, each into the first row with room for it.
 
     Equal sizes keep their order. Items of size 0 get row -1. Raises ValueError for an item larger than a row.
     """
-    if sizes.size and sizes.max() > budget:
-        raise ValueError(f"{sizes.max()} tokens do not fit a row of {budget}")
+    if sizes.size and sizes.max() > width:
+        raise ValueError(f"{sizes.max()} tokens do not fit a row of {width}")
     rows, starts = np.full_like(sizes, -1), np.zeros_like(sizes)
-    free = np.full(sizes.size, budget)
+    free = np.full(sizes.size, width)
     for item in np.argsort(-sizes, kind="stable"):
         size = sizes[item]
         if size:
             row = np.argmax(free >= size)
-            rows[item], starts[item] = row, budget - free[row]
+            rows[item], starts[item] = row, width - free[row]
             free[row] -= size
     return rows, starts
 
@@ -49,7 +58,7 @@ def pack(
     *,
     prompt_width: int,
     width: int,
-    budget: int,
+    row: int,
     devices: int,
 ) -> Packing:
     """Packed rows for the answers of a batch, in numpy; the same for the same lengths.
@@ -62,19 +71,19 @@ def pack(
       valid: rows that count.
       prompt_width: P, the width of the padded prompts.
       width: P + C, of prompts and completions.
-      budget: slots of a row.
+      row: slots of a row; see `row_width`.
       devices: rows of a pass; must divide n.
     """
     count = len(lengths)
     sizes = np.where(valid & (lengths > 0), prompt_lengths + lengths - 1, 0).astype(np.int64)
-    rows, starts = first_fit(sizes, budget)
-    source = np.full((count, budget), -1, np.int32)
+    rows, starts = first_fit(sizes, row)
+    source = np.full((count, row), -1, np.int32)
     for answer in np.flatnonzero(sizes):
         first, size = starts[answer], sizes[answer]
         begin = answer * width + prompt_width - prompt_lengths[answer]
         source[rows[answer], first : first + size] = np.arange(begin, begin + size)
     passes = -(-(int(rows.max(initial=-1)) + 1) // devices)
-    return Packing(source.reshape(count // devices, devices, budget), np.asarray(passes, np.int32))
+    return Packing(source.reshape(count // devices, devices, row), np.asarray(passes, np.int32))
 
 
 class Slots(NamedTuple):

@@ -97,7 +97,7 @@ class Policy(NamedTuple):
     ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
         """The same for the token that follows each slot of packed rows; arbitrary where nothing is learnt from it."""
         inputs, targets = tokens[slots.answer, slots.column], tokens[slots.answer, slots.column + 1]
-        hidden = self.model.hidden(params, inputs, segments=slots.segments)
+        hidden = self.model.hidden(params, inputs, segments=slots.segments, reach=tokens.shape[1] - 1)
         head = self._head(params, hidden.dtype)
         return token_logprobs(hidden, head, targets, self.temperature, mesh=self.model.mesh)
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from logra_jax.rl.packing import first_fit, pack, read_slots
+from logra_jax.rl.packing import first_fit, pack, read_slots, row_width
 
 PROMPT, NEW, BUDGET, DEVICES = 6, 10, 20, 2
 
@@ -17,7 +17,7 @@ def draw(seed, rows=24):
 
 def packed(seed, budget=BUDGET):
     lengths = draw(seed)
-    return lengths, pack(*lengths, prompt_width=PROMPT, width=PROMPT + NEW, budget=budget, devices=DEVICES)
+    return lengths, pack(*lengths, prompt_width=PROMPT, width=PROMPT + NEW, row=budget, devices=DEVICES)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -61,7 +61,7 @@ def test_first_fit_by_hand():
 def test_nothing_to_learn_takes_no_pass():
     found = pack(
         np.full(4, 3), np.array([0, 2, 0, 5]), np.array([True, False, True, False]),
-        prompt_width=PROMPT, width=PROMPT + NEW, budget=BUDGET, devices=DEVICES,
+        prompt_width=PROMPT, width=PROMPT + NEW, row=BUDGET, devices=DEVICES,
     )  # fmt: skip
     assert found.passes == 0
     assert (found.source == -1).all()
@@ -105,7 +105,7 @@ def test_little_is_padding_where_answers_are_as_long_as_they_are(devices):
         completions = np.clip(rng.lognormal(np.log(800), 0.8, 128), 20, new).astype(int)
         _, passes = pack(
             prompts, completions, np.ones(128, bool),
-            prompt_width=prompt, width=prompt + new, budget=budget, devices=devices,
+            prompt_width=prompt, width=prompt + new, row=budget, devices=devices,
         )  # fmt: skip
         used = np.sum(prompts + completions - 1)
         shares.append(1 - used / (passes * devices * budget))
@@ -113,13 +113,19 @@ def test_little_is_padding_where_answers_are_as_long_as_they_are(devices):
     assert np.median(shares) < 0.15
 
 
-@pytest.mark.parametrize("full", [1, 2, 3])
-def test_full_answers_fill_rows_that_are_multiples_of_them(full):
-    """Nothing is gained then, and nothing lost."""
+@pytest.mark.parametrize("budget", [15, 22, 30, 44, 50, 64])
+def test_never_more_slots_than_with_a_row_for_every_answer(budget):
+    """Whatever the lengths and the budget; the extreme is that all answers are full."""
     longest = PROMPT + NEW - 1
-    found = pack(
-        np.full(12, PROMPT), np.full(12, NEW), np.ones(12, bool),
-        prompt_width=PROMPT, width=PROMPT + NEW, budget=full * longest, devices=2,
-    )  # fmt: skip
-    assert found.passes == 12 // full // 2
-    assert (found.source[: found.passes] >= 0).all()
+    row, devices = row_width(budget, longest), 2
+    assert budget - longest < row <= budget
+    for seed in range(30):
+        prompts, completions, valid = draw(seed)
+        if seed < 10:  # most of them long
+            prompts, completions = PROMPT - prompts // 6, NEW - completions // 5
+        if seed == 0:
+            prompts, completions, valid = prompts * 0 + PROMPT, completions * 0 + NEW, valid | True
+        _, passes = pack(prompts, completions, valid, prompt_width=PROMPT, width=PROMPT + NEW, row=row, devices=devices)
+        together = row // longest * devices  # answers of a pass with a row for each
+        assert passes <= -(-24 // together)
+        assert seed or passes == -(-24 // together)

@@ -71,7 +71,7 @@ def make_batch(seed=0):
 def packed(batch, budget, devices=1):
     found = pack(
         *map(np.asarray, (batch.prompt_lengths, batch.lengths, batch.valid)),
-        prompt_width=PROMPT, width=PROMPT + NEW, budget=budget, devices=devices,
+        prompt_width=PROMPT, width=PROMPT + NEW, row=budget, devices=devices,
     )  # fmt: skip
     return batch._replace(packing=Packing(*map(jnp.asarray, found)))
 
