@@ -25,10 +25,10 @@ class Packing(NamedTuple):
 
 
 def row_width(budget: int, longest: int) -> int:
-    """Slots of a row: as many of the longest answers (in slots) as the token budget has room for.
+    """Slots of a row: those of the longest answers, of which as many are taken as the token budget has room for.
 
-    Then a row that has not got room for another answer holds as many of them as the budget has room for at least, so
-    that packed rows are never more work than a row of `longest` slots for every answer.
+    A row of that width that has no room for one more answer holds at least as many answers, so that packed rows never
+    have more slots than rows of their own, of `longest` slots each.
     """
     return budget // longest * longest
 
