@@ -88,6 +88,7 @@ def token_logprobs(
     temperature: float | Array,
     chunk: int | None = None,
     mesh: Mesh | None = None,
+    wanted: Bool[Array, "b c"] | None = None,
 ) -> tuple[Float[Array, "b c"], Float[Array, "b c"]]:
     """(log softmax(hidden @ head / temperature)[targets], entropy in nats), both float32 [B, C].
 
@@ -96,7 +97,8 @@ def token_logprobs(
     time, under `jax.checkpoint`, so that [B, chunk, V] is the largest array alive in either direction; None
     takes as many as keep it below 256 MiB. Chunks run along the positions, not over flattened tokens: rows
     stay on their devices. mesh: its devices share the vocabulary of each chunk; the head comes split the same
-    way, and the few hidden states of a chunk go to all of them.
+    way, and the few hidden states of a chunk go to all of them. wanted: positions that matter; chunks without any
+    cost nothing, and both results are 0 there.
     """
     batch, length, _ = hidden.shape
     if chunk is None:
@@ -106,8 +108,7 @@ def token_logprobs(
     count = max(1, -(-length // chunk))
     size = -(-length // count)
 
-    @jax.checkpoint
-    def piece(hidden, targets):
+    def whole_piece(hidden, targets):
         hidden = constrain(hidden, mesh, None, None, None)
         logits = constrain(scaled_logits(hidden, head, temperature), mesh, None, None, "logits")
         # A comparison instead of a gather: no scatter in the gradient, and the vocabulary may be sharded.
@@ -116,12 +117,21 @@ def token_logprobs(
         found = picked - jax.nn.logsumexp(logits, axis=-1), entropy_of(logits)
         return tuple(constrain(x, mesh, "batch", None) for x in found)
 
+    @jax.checkpoint
+    def piece(hidden, targets, wanted):
+        if wanted is None:
+            return whole_piece(hidden, targets)
+        nothing = jnp.zeros(targets.shape, jnp.float32)
+        return jax.lax.cond(jnp.any(wanted), whole_piece, lambda *_: (nothing, nothing), hidden, targets)
+
     if count == 1:
-        return piece(hidden, targets)
-    pad = count * size - length
-    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(batch, count, size, -1)
-    targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(batch, count, size)
-    parts = jax.lax.map(lambda xs: piece(*xs), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
+        return piece(hidden, targets, wanted)
+
+    def split(x):
+        padded = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2)))
+        return padded.reshape(batch, count, size, *x.shape[2:]).swapaxes(0, 1)
+
+    parts = jax.lax.map(lambda xs: piece(*xs), jax.tree.map(split, (hidden, targets, wanted)))
     logprobs, entropy = (x.swapaxes(0, 1).reshape(batch, -1)[:, :length] for x in parts)
     return logprobs, entropy
 

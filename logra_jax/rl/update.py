@@ -99,7 +99,15 @@ class Policy(NamedTuple):
         inputs, targets = tokens[slots.answer, slots.column], tokens[slots.answer, slots.column + 1]
         hidden = self.model.hidden(params, inputs, segments=slots.segments, reach=tokens.shape[1] - 1)
         head = self._head(params, hidden.dtype)
-        return token_logprobs(hidden, head, targets, self.temperature, mesh=self.model.mesh)
+        # What is learnt from comes first, so that the chunks of the rest are left out.
+        order = jnp.argsort(~slots.learns, axis=1)
+        sort = lambda x, order: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+        found = token_logprobs(
+            sort(hidden, order), head, sort(targets, order), self.temperature, mesh=self.model.mesh,
+            wanted=sort(slots.learns, order),
+        )  # fmt: skip
+        logprobs, entropy = (sort(x, jnp.argsort(order, axis=1)) for x in found)
+        return logprobs, entropy
 
     def everywhere(self, batch: Batch) -> Batch:
         """The batch with its rows on every device: packed rows are put together from all of them."""
