@@ -119,6 +119,31 @@ class TestTokenLogprobs:
         np.testing.assert_allclose(d_hidden, d_logits @ head.T, atol=1e-4)
         np.testing.assert_allclose(d_head, np.einsum("bcd,bcv->dv", hidden, d_logits), atol=2e-4)
 
+    @pytest.mark.parametrize("chunk", [3, None])
+    def test_chunks_that_nobody_wants_are_zero(self, chunk):
+        hidden, head, targets = map(jnp.asarray, self.arrays())
+        wanted = jnp.zeros(targets.shape, bool).at[1, 2].set(chunk is not None)  # in the first chunk of three
+
+        def values(hidden, wanted):
+            logprobs, entropy = token_logprobs(hidden, head, targets, 0.6, chunk, wanted=wanted)
+            return jnp.sum(logprobs + entropy**2), (logprobs, entropy)
+
+        grad = jax.grad(values, has_aux=True)
+        (d_hidden, found), (d_whole, whole) = grad(hidden, wanted), grad(hidden, None)
+        kept = np.arange(7)[None] < (0 if chunk is None else 3)
+        for one, other in zip((*found, d_hidden), (*whole, d_whole), strict=True):
+            np.testing.assert_allclose(one, np.where(kept.reshape(1, 7, *(1,) * (one.ndim - 2)), other, 0), atol=1e-6)
+
+    def test_a_chunk_that_nobody_wants_is_not_computed(self):
+        """Its logits would be infinite, and their gradient no number."""
+        hidden, head, targets = map(jnp.asarray, self.arrays())
+        wanted = jnp.arange(7)[None] < jnp.asarray([[3], [0], [2]])
+
+        def total(hidden):
+            return jnp.sum(token_logprobs(hidden, head, targets, 1.0, 3, wanted=wanted)[0])
+
+        assert np.isfinite(jax.grad(total)(hidden.at[:, 3:].set(jnp.inf))).all()
+
     def test_temperature_divides_the_logits(self):
         # One hidden unit of value 1 and a head that holds the logits themselves.
         head = jnp.asarray([[2.0, 1.0, 0.0]])
