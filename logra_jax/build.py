@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from logra_jax import optim
 from logra_jax.config import Config, check_paths, resolve_path
@@ -14,6 +15,7 @@ from logra_jax.models.flash import why_not_cudnn
 from logra_jax.models.hf import read_json
 from logra_jax.models.presets import PRESETS, differences
 from logra_jax.rl.loss import LossSettings
+from logra_jax.rl.packing import Packing, row_width
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
@@ -196,6 +198,18 @@ def state_layout(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), train)
     mismatch: Any = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
     return TrainState(shapes, opt_state, mismatch, shapes if residual else None), TrainState(*places)
+
+
+def abstract_packing(config: Config, mesh: jax.sharding.Mesh, prompt_width: int) -> Packing | None:
+    """Shapes and places of the packing of a batch; None where every answer has its own row."""
+    budget, fsdp = config.loss.token_budget, mesh.shape["fsdp"]
+    if not budget:
+        return None
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "fsdp"), ()))
+    row = row_width(budget, prompt_width + config.rollout.max_new_tokens - 1)
+    source: Any = jax.ShapeDtypeStruct((config.rollout.rows // fsdp, fsdp, row), "int32", sharding=rows)
+    passes: Any = jax.ShapeDtypeStruct((), "int32", sharding=whole)
+    return Packing(source, passes)
 
 
 def make_sampler(

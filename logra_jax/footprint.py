@@ -143,6 +143,7 @@ class Parts:
             check=array((), "bool", self.everywhere),
             old_logprobs=logprobs if config.loss.updates_per_batch > 1 else None,
             ref_logprobs=logprobs if config.loss.reference_kl else None,
+            packing=build.abstract_packing(config, self.mesh, prompt),
         )
 
     def update(self) -> Any:

@@ -200,7 +200,8 @@ def header(config: Config, shape: ModelConfig, target: Target, count: int, by_gp
     """What is planned, for people."""
     model, rollout, optimizer = config.model, config.rollout, config.optimizer
     name = model.path or model.preset
-    micro = config.loss.micro_batch or rollout.rows
+    budget = config.loss.token_budget
+    passes = f"{budget} tokens per GPU" if budget else f"{config.loss.micro_batch or rollout.rows} answers"
     compiled = "compiled for these GPUs" if by_gpu else "ESTIMATE: compiled for a CPU"
     return (
         f"{name}: {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {model.compute_dtype} compute, "
@@ -208,7 +209,7 @@ def header(config: Config, shape: ModelConfig, target: Target, count: int, by_gp
         f"{count} x {target.name} ({target.memory / GIB:.1f} GiB each), "
         f"mesh fsdp={count // config.mesh.tensor} tensor={config.mesh.tensor}; {compiled}\n"
         f"{rollout.prompts} prompts x {rollout.generations} answers, {config.data.max_prompt_length} + "
-        f"{rollout.max_new_tokens} tokens, {micro} answers per micro-batch; logra rank {optimizer.rank}\n"
+        f"{rollout.max_new_tokens} tokens, {passes} per micro-batch; logra rank {optimizer.rank}\n"
     )
 
 
@@ -265,7 +266,11 @@ def remedies(name: str, part: str | None, config: Config, count: int) -> str:
             changes.append(f"rollout.generations={config.rollout.generations}")
         changes.append(f"rollout.max_new_tokens={config.rollout.max_new_tokens}")
     if part in ("temporaries of the update", None):
-        if micro == 0 or micro > fsdp:
+        longest = config.data.max_prompt_length + config.rollout.max_new_tokens
+        if config.loss.token_budget:
+            if config.loss.token_budget > longest:
+                changes.append(f"set loss.token_budget={longest}")
+        elif micro == 0 or micro > fsdp:
             changes.append(f"set loss.micro_batch={fsdp}")
         if config.model.remat != "full":
             changes.append("set model.remat=full")
@@ -284,11 +289,13 @@ def remedies(name: str, part: str | None, config: Config, count: int) -> str:
 def search(config: Config, count: int, fits: Callable[[Config], bool], shape: ModelConfig) -> dict[str, int | None]:
     """The largest value of each of three settings with which the run fits, the others as they are; None: none does.
 
-    Answers per micro-batch are tried among the numbers that the rows and the devices allow, answers per prompt
-    among 1 to 64, and tokens per answer in steps of 256 up to what the model takes.
+    Answers per micro-batch are tried among the numbers that the rows and the devices allow, token budgets, where one is
+    set, in multiples of the longest answer, answers per prompt among 1 to 64, and tokens per answer in steps of 256 up
+    to what the model and the budget take.
     """
     fsdp, rollout, micro = count // config.mesh.tensor, config.rollout, config.loss.micro_batch or 1
-    longest = shape.max_position_embeddings - config.data.max_prompt_length
+    budget, prompt = config.loss.token_budget, config.data.max_prompt_length
+    longest = min(shape.max_position_embeddings, budget or shape.max_position_embeddings) - prompt
     settings: dict[str, tuple[list[int], Callable[[int], Config]]] = {
         "loss.micro_batch": (
             [size for size in range(fsdp, rollout.rows + 1, fsdp) if rollout.rows % size == 0],
@@ -303,6 +310,13 @@ def search(config: Config, count: int, fits: Callable[[Config], bool], shape: Mo
             lambda value: replace(config, rollout=replace(rollout, generations=value)),
         ),
     }
+    if budget:
+        del settings["loss.micro_batch"]
+        row = prompt + rollout.max_new_tokens
+        settings["loss.token_budget"] = (
+            [row * count for count in range(1, rollout.rows // fsdp + 1)],
+            lambda value: replace(config, loss=replace(config.loss, token_budget=value)),
+        )
     found: dict[str, int | None] = {}
     for key, (values, changed) in settings.items():
         print(f"searching {key} ...", file=sys.stderr, flush=True)

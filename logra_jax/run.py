@@ -15,6 +15,7 @@ from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate
 from logra_jax.rl.kl import draw_probe
+from logra_jax.rl.packing import Packing, pack
 from logra_jax.rl.prompts import PromptOrder, PromptSet, require_rows
 from logra_jax.rl.reward import Grader
 from logra_jax.rl.rollout import Rollout, Sampler
@@ -233,12 +234,27 @@ class Run(Evaluator):
             rollout_logprobs=rollout.logprobs,
             probe=jax.device_put(np.zeros(0, np.int32), self.everywhere),
             check=jax.device_put(np.zeros((), bool), self.everywhere),
+            packing=self._pack(rollout, advantages.valid.reshape(-1)),
         )
         if self.config.loss.updates_per_batch > 1:
             batch = batch._replace(old_logprobs=self._score(state.train, self.frozen, batch))
         if self.reference is not None:
             batch = batch._replace(ref_logprobs=self._score(self.reference, self.frozen, batch))
         return batch
+
+    def _pack(self, rollout: Rollout, valid: np.ndarray) -> Packing | None:
+        """Which answers share a row; None where each has its own."""
+        prompt_width = self.prompts.tokens.shape[1]
+        layout = build.abstract_packing(self.config, self.mesh, prompt_width)
+        if layout is None:
+            return None
+        prompt_lengths, lengths = jax.device_get((rollout.prompt_lengths, rollout.lengths))
+        found = pack(
+            prompt_lengths, lengths, valid,
+            prompt_width=prompt_width, width=rollout.tokens.shape[1],
+            row=layout.source.shape[2], devices=self.mesh.shape["fsdp"],
+        )  # fmt: skip
+        return jax.device_put(found, jax.tree.map(lambda leaf: leaf.sharding, layout))
 
     def update(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, Any]]:
         """One update; waits for it and returns its metrics as Python numbers. Consumes ``state``."""

@@ -117,6 +117,12 @@ class Loss:
     reference_kl: float = _f(0.0, "weight of the KL to the initial policy", "[0, inf)")
     updates_per_batch: int = _f(1, "updates taken from each batch of answers", "[1, inf)")
     micro_batch: int = _f(0, "answers per forward and backward pass; 0: all at once", "[0, inf)")
+    token_budget: int = _f(
+        0,
+        "tokens per device and pass, instead of micro_batch: short answers share a row of so many tokens; "
+        "0: every answer has its own row",
+        "[0, inf)",
+    )
 
 
 @dataclass(frozen=True)
@@ -246,6 +252,7 @@ def check(config: Config) -> None:
             f"loss.micro_batch={loss.micro_batch} does not divide the {rollout.rows} answers of an update "
             f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
         )
+    _check_token_budget(config)
     for key, used, count in (
         ("probe_responses", kl.control, kl.probe_responses),
         ("check_responses", kl.check_every > 0, kl.check_responses),
@@ -296,6 +303,20 @@ def _check_batches(config: Config) -> None:
     ):
         if value % updates:
             raise UserError(f"{key}={value} must be a multiple of loss.updates_per_batch={updates}")
+
+
+def _check_token_budget(config: Config) -> None:
+    budget, micro = config.loss.token_budget, config.loss.micro_batch
+    prompt, answer = config.data.max_prompt_length, config.rollout.max_new_tokens
+    if budget and micro:
+        raise UserError(
+            f"loss.token_budget={budget} and loss.micro_batch={micro} exclude each other: set one of them to 0"
+        )
+    if 0 < budget < prompt + answer:
+        raise UserError(
+            f"loss.token_budget={budget} is less than the longest answer with its prompt (data.max_prompt_length="
+            f"{prompt} + rollout.max_new_tokens={answer} = {prompt + answer}): raise it, or lower one of them"
+        )
 
 
 def _check_optimizer(config: Config) -> None:

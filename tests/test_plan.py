@@ -111,6 +111,12 @@ def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, mo
         "use optimizer.name=logra",
     ):
         assert part in said
+    assert "4 answers per micro-batch" in said
+    assert plan.main([*argv, "loss.micro_batch=0", "loss.token_budget=20"]) == 0
+    said = capsys.readouterr().out
+    assert "20 tokens per GPU per micro-batch" in said
+    assert "set loss.token_budget=16" in said
+    assert "micro_batch=" not in said
 
 
 def test_peak_counts_what_stays_during_the_rollout():
@@ -203,6 +209,16 @@ def test_search_tries_what_the_run_allows():
         "rollout.generations": 3,
     }
     assert plan.search(config, 4, fits, shape)["loss.micro_batch"] is None
+    budget = load_config(
+        ROOT / "configs/paper/qwen2.5-math-1.5b.yaml",
+        ["rollout.prompts=12", "loss.micro_batch=0", "loss.token_budget=4096", "rollout.max_new_tokens=976"],
+    )
+    fits = lambda changed: changed.loss.token_budget <= 5000 and changed.rollout.max_new_tokens <= 5000
+    assert plan.search(budget, 4, fits, shape) == {
+        "rollout.max_new_tokens": 4096 - 1024,
+        "rollout.generations": 64,
+        "loss.token_budget": 4000,
+    }
 
 
 @pytest.mark.parametrize("size", ["1.5b", "7b"])

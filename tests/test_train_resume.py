@@ -27,6 +27,7 @@ VARIANTS = {
     "adamw": """
         optimizer.name=adamw optimizer.update_ratio=null optimizer.learning_rate=.01 optimizer.others=adamw
         loss.updates_per_batch=2 loss.clip_low=.2 loss.clip_high=.2 optimizer.max_grad_norm=1 checkpoint.every=0
+        loss.token_budget=24
         optimizer.warmup=2 optimizer.schedule=cosine""",
 }
 

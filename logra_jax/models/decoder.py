@@ -114,7 +114,9 @@ class CausalLM:
         return dataclasses.replace(self, **changes)
 
     @overload
-    def hidden(self, params: Params, input_ids: Any, attention_mask: Any = ...) -> jax.Array: ...
+    def hidden(
+        self, params: Params, input_ids: Any, attention_mask: Any = ..., *, segments: Any = ..., reach: int | None = ...
+    ) -> jax.Array: ...
     @overload
     def hidden(
         self, params: Params, input_ids: Any, attention_mask: Any = ..., *, cache: Cache
@@ -125,6 +127,8 @@ class CausalLM:
         input_ids: Ids,
         attention_mask: Mask | None = None,
         cache: Cache | None = None,
+        segments: Int[Array, "batch time"] | None = None,
+        reach: int | None = None,
     ) -> Any:
         """Hidden states after the final norm, `[batch, time, hidden]` in the compute dtype.
 
@@ -132,9 +136,16 @@ class CausalLM:
             the states at padding mean nothing. A token's position is the number of real tokens before it.
         cache: keys and values of earlier tokens. The new tokens are written at slots `cache.slot` onwards,
             attend to all earlier valid slots, and the result is `(hidden, new cache)`.
+        segments: for rows of several texts, instead of mask and cache: a number above 0 at the tokens of each text,
+            which lie next to each other, and 0 at padding. Texts do not see each other, and each starts at position 0.
+        reach: tokens of the longest text, if segments are given: attention then looks no further.
         """
         batch, time = input_ids.shape
-        if attention_mask is None:
+        if segments is not None:
+            if attention_mask is not None or cache is not None:
+                raise ValueError("segments stand for the attention mask, and rows of several texts have no cache")
+            real = segments > 0
+        elif attention_mask is None:
             real = jnp.ones((batch, time), jnp.bool_)
         else:
             real = jnp.asarray(attention_mask, jnp.bool_)
@@ -144,7 +155,7 @@ class CausalLM:
         counted = jnp.cumsum(real.astype(jnp.int32), axis=1)
         if cache is None:
             offset, valid, kv = jnp.zeros((), jnp.int32), real, None
-            positions = jnp.maximum(counted - 1, 0)
+            positions = jnp.maximum(counted - 1, 0) if segments is None else positions_within(segments)
         else:
             slots, offset = cache.valid.shape[1], cache.slot
             if time > slots:
@@ -155,7 +166,7 @@ class CausalLM:
 
         graphs = _parts(self.config, self.mesh).graphs
         x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
-        sight = Sight(valid, offset, None if front is None else front.lengths)
+        sight = Sight(valid, offset, segments, reach, None if front is None else front.lengths)
         x, kv = self._layers(params["layers"], x, positions, sight, kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
@@ -246,6 +257,13 @@ class CausalLM:
         """Every parameter path -> its Hugging Face tensor names, one per layer for a stacked leaf."""
         layers = self.config.num_hidden_layers
         return {path: name.names(layers) for path, name in name_table(self.config).items()}
+
+
+def positions_within(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """How many tokens of the same segment come before each token; the tokens of a segment lie next to each other."""
+    place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return place - jax.lax.cummax(jnp.where(starts, place, 0), axis=1)
 
 
 def project(hidden: Float[Array, "batch time d"], head: Any) -> Float[Array, "batch time vocab"]:

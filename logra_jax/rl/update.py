@@ -28,7 +28,8 @@ from logra_jax.optim import (
 )
 from logra_jax.optim.slot import value_and_add_grad
 from logra_jax.rl.kl import policy_kl
-from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_logprobs
+from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_logprobs, token_weights
+from logra_jax.rl.packing import Packing, Slots, read_slots
 from logra_jax.rl.rollout import attention_mask, completion_mask
 
 Tree = Any
@@ -51,6 +52,7 @@ class Batch(NamedTuple):
 
     ``old_logprobs`` is needed only when a batch serves several updates, ``ref_logprobs`` only with a reference KL.
     ``probe`` holds the row numbers whose responses predict the KL; ``check`` says whether it is also measured.
+    ``packing`` says which answers share a row in the passes; without it each has its own.
     """
 
     tokens: Int[Array, "n t"]
@@ -64,6 +66,7 @@ class Batch(NamedTuple):
     check: Bool[Array, ""]
     old_logprobs: Float[Array, "n c"] | None = None
     ref_logprobs: Float[Array, "n c"] | None = None
+    packing: Packing | None = None
 
 
 class Policy(NamedTuple):
@@ -79,13 +82,45 @@ class Policy(NamedTuple):
         start, width = self.prompt_width, rows.tokens.shape[1] - self.prompt_width
         mask = attention_mask(rows.prompt_lengths, rows.lengths, start, width)
         hidden = self.model.hidden(params, rows.tokens[:, :-1], mask[:, :-1])
-        head = self.model.head(params)[:, : self.vocab_size].astype(hidden.dtype)
-        return HiddenHead(hidden[:, start - 1 :], constrain(head, self.model.mesh, None, "logits"))
+        return HiddenHead(hidden[:, start - 1 :], self._head(params, hidden.dtype))
+
+    def _head(self, params: Tree, dtype: Any) -> Float[Array, "d v"]:
+        head = self.model.head(params)[:, : self.vocab_size].astype(dtype)
+        return constrain(head, self.model.mesh, None, "logits")
 
     def logprobs(self, params: Tree, rows: Batch) -> tuple[Float[Array, "n c"], Float[Array, "n c"]]:
         """Log-probability at the sampling temperature and entropy (nats) of every completion position."""
         hidden, head = self.hidden_head(params, rows)
         return token_logprobs(hidden, head, rows.tokens[:, self.prompt_width :], self.temperature, mesh=self.model.mesh)
+
+    def packed_logprobs(
+        self, params: Tree, tokens: Int[Array, "n t"], slots: Slots
+    ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
+        """The same for the token that follows each slot of packed rows; arbitrary where nothing is learnt from it."""
+        inputs, targets = tokens[slots.answer, slots.column], tokens[slots.answer, slots.column + 1]
+        hidden = self.model.hidden(params, inputs, segments=slots.segments, reach=tokens.shape[1] - 1)
+        head = self._head(params, hidden.dtype)
+        # What is learnt from comes first, so that the chunks of the rest are left out.
+        order = jnp.argsort(~slots.learns, axis=1)
+        sort = lambda x, order: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+        found = token_logprobs(
+            sort(hidden, order), head, sort(targets, order), self.temperature, mesh=self.model.mesh,
+            wanted=sort(slots.learns, order),
+        )  # fmt: skip
+        logprobs, entropy = (sort(x, jnp.argsort(order, axis=1)) for x in found)
+        return logprobs, entropy
+
+    def everywhere(self, batch: Batch) -> Batch:
+        """The batch with its rows on every device: packed rows are put together from all of them."""
+        fields = _row_fields(batch).items()
+        rows: dict[str, Any] = {k: constrain(v, self.model.mesh, *(None,) * v.ndim) for k, v in fields}
+        return batch._replace(**rows)
+
+    def slots(self, batch: Batch, number: Int[Array, ""]) -> Slots:
+        """The slots of a pass over packed rows."""
+        assert batch.packing is not None
+        source = constrain(batch.packing.source[number], self.model.mesh, "batch", None)
+        return read_slots(source, batch.tokens.shape[1], self.prompt_width)
 
 
 def _means(sums: LossSums) -> dict[str, Array]:
@@ -108,9 +143,9 @@ def _valid_tokens(batch: Batch) -> Bool[Array, "n c"]:
     return completion_mask(batch.lengths, batch.rollout_logprobs.shape[1]) & batch.valid[:, None]
 
 
-def _row_fields(batch: Batch) -> dict[str, Array]:
+def _row_fields(batch: Batch) -> dict[str, Any]:
     fields = batch._asdict()
-    return {k: v for k, v in fields.items() if k not in ("probe", "check") and v is not None}
+    return {k: v for k, v in fields.items() if k not in ("probe", "check", "packing") and v is not None}
 
 
 def _take(batch: Batch, rows: Int[Array, " r"]) -> Batch:
@@ -130,7 +165,7 @@ def _over_micro_batches(function: Callable, batch: Batch, micro_batch: int, init
         return function(batch)
     split = _split(batch, micro_batch)
 
-    def body(total: Tree, rows: dict[str, Array]) -> tuple[Tree, None]:
+    def body(total: Tree, rows: dict[str, Any]) -> tuple[Tree, None]:
         return jax.tree.map(jnp.add, total, function(batch._replace(**rows))), None
 
     return jax.lax.scan(body, initial, split)[0]
@@ -141,11 +176,44 @@ def _turn_size(rows: int, limit: int) -> int:
     return max(size for size in range(1, min(limit or rows, rows) + 1) if rows % size == 0)
 
 
+def _over_packed_rows(function: Callable, batch: Batch, initial: Tree) -> Tree:
+    """Sum of ``function(number)`` over the passes that hold anything: the others cost nothing."""
+    assert batch.packing is not None
+
+    def body(number: Array, total: Tree) -> Tree:
+        return jax.tree.map(jnp.add, total, function(number))
+
+    return jax.lax.fori_loop(0, batch.packing.passes, body, initial)
+
+
+def _padding_share(batch: Batch) -> Float[Array, ""]:
+    """Share of the tokens put through the model that belong to no answer that counts."""
+    used = jnp.where(batch.valid & (batch.lengths > 0), batch.prompt_lengths + batch.lengths - 1, 0)
+    if batch.packing is None:
+        slots = jnp.float32(batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
+    else:
+        slots = batch.packing.passes.astype(jnp.float32) * batch.packing.source[0].size
+    return 1.0 - jnp.sum(used, dtype=jnp.float32) / jnp.maximum(slots, 1.0)
+
+
 def make_score(policy: Policy, micro_batch: int) -> Callable[[Tree, Tree, Batch], Float[Array, "n c"]]:
     """Jitted ``score(train, frozen, batch)``: log-probabilities ``[n, c]`` of the rows under other weights."""
 
+    def packed_score(params: Tree, batch: Batch) -> Float[Array, "n c"]:
+        assert batch.packing is not None
+        whole = policy.everywhere(batch)
+
+        def body(number: Array, scored: Array) -> Array:
+            slots = policy.slots(whole, number)
+            return slots.put(policy.packed_logprobs(params, whole.tokens, slots)[0], scored)
+
+        scored = jax.lax.fori_loop(0, batch.packing.passes, body, jnp.zeros_like(whole.rollout_logprobs))
+        return constrain(scored, policy.model.mesh, "batch", None)
+
     def score(train: Tree, frozen: Tree, batch: Batch) -> Float[Array, "n c"]:
         params = merge(train, frozen)
+        if batch.packing is not None:
+            return packed_score(params, batch)
         split = _split(batch, micro_batch)
         scored = jax.lax.map(lambda rows: policy.logprobs(params, batch._replace(**rows))[0], split)
         return constrain(scored.swapaxes(0, 1).reshape(batch.rollout_logprobs.shape), policy.model.mesh, "batch", None)
@@ -177,7 +245,8 @@ def make_update(
       loss: aggregation, clipping, importance cap and reference KL.
       sketched: take sketches of the targets; False takes dense gradients, for a dense optimizer.
       kl_control: ``tx`` has a ``scale_by_predicted_kl`` link, which is given the prediction on the probe.
-      micro_batch: rows per forward and backward pass; 0 takes all rows at once. The result does not depend on it.
+      micro_batch: rows per forward and backward pass; 0 takes all rows at once. The result does not depend on it,
+        nor on ``Batch.packing``, which replaces it.
       mismatch: subtract the running mismatch of rollout and trainer from the KL budget.
       probe_tokens: longest response prefix, in tokens, that the KL probe looks at.
       check_responses: responses of the probe on which the KL that really came out is measured, in float32.
@@ -204,17 +273,45 @@ def make_update(
         # Counts of the whole step, so that the micro-batches add up to exactly one mean.
         total_tokens = jnp.sum(_valid_tokens(batch), dtype=jnp.float32)
         total_sequences = jnp.sum(batch.valid, dtype=jnp.float32)
+        packed = batch.packing is not None
+        whole = policy.everywhere(batch) if packed else batch
+
+        def weights_of(rows: Batch) -> Float[Array, " n"]:
+            return token_weights(loss.aggregation, rows.lengths, total_tokens, total_sequences)
 
         def of_rows(rows: Batch, into: Tree = None) -> tuple[LossSums, Tree]:
             mask = _valid_tokens(rows)
+            return of_pass(
+                lambda params: policy.logprobs(params, rows),
+                into,
+                old_logprobs=rows.old_logprobs,
+                rollout_logprobs=rows.rollout_logprobs,
+                ref_logprobs=rows.ref_logprobs,
+                advantages=rows.advantages[:, None],
+                weights=weights_of(rows)[:, None],
+                mask=mask,
+                ended=mask & rows.stopped[:, None],
+            )
 
+        def of_packed(number: Array, into: Tree = None) -> tuple[LossSums, Tree]:
+            slots = policy.slots(whole, number)
+            token = lambda values: None if values is None else slots.of_completion(values)
+            answer = slots.of_answer
+            return of_pass(
+                lambda params: policy.packed_logprobs(params, whole.tokens, slots),
+                into,
+                old_logprobs=token(whole.old_logprobs),
+                rollout_logprobs=token(whole.rollout_logprobs),
+                ref_logprobs=token(whole.ref_logprobs),
+                advantages=answer(whole.advantages),
+                weights=answer(weights_of(whole)),
+                mask=slots.learns,
+                ended=slots.learns & answer(whole.stopped),
+            )
+
+        def of_pass(logprobs: Callable[[Tree], tuple[Array, Array]], into: Tree, **terms: Any) -> tuple[LossSums, Tree]:
             def value(train: Tree) -> tuple[Array, LossSums]:
-                logprobs, entropy = policy.logprobs(merge(train, frozen), rows)
-                return policy_loss(
-                    logprobs, entropy, rows.old_logprobs, rows.rollout_logprobs, rows.ref_logprobs,
-                    rows.advantages, mask, mask & rows.stopped[:, None], loss,
-                    total_tokens=total_tokens, total_sequences=total_sequences,
-                )  # fmt: skip
+                return policy_loss(*logprobs(merge(train, frozen)), **terms, settings=loss)
 
             if sketched:
                 (_, sums), grads = sketched_value_and_grad(value, spec, has_aux=True)(train, step=step, into=into)
@@ -222,27 +319,33 @@ def make_update(
                 (_, sums), grads = value_and_add_grad(value, train, into, has_aux=True)
             return sums, grads
 
-        def wide(rows: Batch) -> tuple[LossSums, Tree]:
-            sums, grads = of_rows(rows)
+        def passes(function: Callable, initial: Tree) -> Tree:
+            if packed:
+                return _over_packed_rows(function, batch, initial)
+            return _over_micro_batches(function, batch, micro_batch, initial)
+
+        def wide(rows: Any) -> tuple[LossSums, Tree]:
+            sums, grads = one(rows)
             return sums, laid_out(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads), train)
 
-        sum_shapes, shapes = jax.eval_shape(of_rows, batch)
+        one = of_packed if packed else of_rows
+        sum_shapes, shapes = jax.eval_shape(one, jnp.int32(0) if packed else batch)
         sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sum_shapes)
         # Behind a barrier, or the compiler keeps one zero sketch until the end for all later uses of zeros.
         zero = jax.lax.optimization_barrier(jnp.zeros(()))
         totals = laid_out(jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero, jnp.float32), shapes), train)
         if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(shapes)):
             # Gradients of bfloat16 weights add up in float32, which takes a conversion in between.
-            return _over_micro_batches(wide, batch, micro_batch, (sums, totals))
+            return passes(wide, (sums, totals))
         into = jax.tree.map(jax.new_ref, totals)
-        sums = _over_micro_batches(lambda rows: of_rows(rows, into)[0], batch, micro_batch, sums)
+        sums = passes(lambda rows: one(rows, into)[0], sums)
         return sums, jax.tree.map(jax.freeze, into)
 
     def update(state: TrainState, frozen: Tree, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         train = state.train
         step = sketch_count(state.opt_state) if sketched else jnp.zeros((), jnp.int32)
         sums, grads = gradient(train, frozen, batch, step)
-        metrics = _means(sums) | {"grad/norm": optax.tree.norm(grads)}
+        metrics = _means(sums) | {"grad/norm": optax.tree.norm(grads), "padding/share": _padding_share(batch)}
         average = state.mismatch
         if mismatch:  # where no answer ended by itself there is nothing to observe
             observed = mismatch_average(average, metrics["kl/mismatch"])

@@ -9,13 +9,17 @@ from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig, layers
 from logra_jax.rl import loss
 from logra_jax.rl.loss import LossSettings
+from logra_jax.rl.packing import Packing
 from logra_jax.rl.update import Batch, Policy, TrainState, make_update
 
 DEVICES, FLOAT = 8, 4
 
 
-def compiled_temporaries(*, prompt, new, rank=4, probe=DEVICES, **sizes):
-    """Bytes per device of a compiled LoGRA update, probe included: micro-batches of one row per device."""
+def compiled_temporaries(*, prompt, new, rank=4, probe=DEVICES, packed=False, **sizes):
+    """Bytes per device of a compiled LoGRA update, probe included: micro-batches of one row per device.
+
+    packed: of up to 2 rows per device, and as many as the lengths of the answers ask for.
+    """
     config = {
         "model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 4096,
         "tie_word_embeddings": False, "hidden_act": "silu",
@@ -51,6 +55,9 @@ def compiled_temporaries(*, prompt, new, rank=4, probe=DEVICES, **sizes):
         probe=array((probe,), jnp.int32, whole),
         check=array((), jnp.bool_, whole),
     )
+    if packed:
+        slots = array((2, DEVICES, prompt + new - 1), jnp.int32, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+        batch = batch._replace(packing=Packing(slots, array((), jnp.int32, whole)))
     policy = Policy(model, sizes["vocab_size"], 1.0, prompt)
     update = make_update(policy, tx, spec, LossSettings(), micro_batch=DEVICES, state_shardings=places)
     memory = update.lower(state, frozen, batch).compile().memory_analysis()
@@ -60,11 +67,12 @@ def compiled_temporaries(*, prompt, new, rank=4, probe=DEVICES, **sizes):
 
 
 def test_weights_are_never_held_twice():
-    """A deep, narrow model: its stacks are larger than everything else together."""
+    """A deep, narrow model: its stacks are larger than everything else together. In packed rows, whose passes are a
+    loop of another kind."""
     depth, width, mlp = 512, 128, 512
     found = compiled_temporaries(
         prompt=8, new=8, vocab_size=64, hidden_size=width, intermediate_size=mlp, num_hidden_layers=depth,
-        num_attention_heads=2, num_key_value_heads=1,
+        num_attention_heads=2, num_key_value_heads=1, packed=True,
     )  # fmt: skip
     assert found < depth * width * mlp * FLOAT / DEVICES
 
