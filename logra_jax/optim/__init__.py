@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from logra_jax.optim.guard import step_ok as step_ok
     from logra_jax.optim.guard import update_count as update_count
     from logra_jax.optim.lora import LoraKernel as LoraKernel
+    from logra_jax.optim.lora import adapter_scale as adapter_scale
     from logra_jax.optim.lora import adapter_shapes as adapter_shapes
     from logra_jax.optim.lora import add_adapters as add_adapters
     from logra_jax.optim.lora import merge_adapters as merge_adapters
@@ -58,6 +59,7 @@ EXPORTS = {
     "SketchSpec": "spec",
     "Slot": "slot",
     "Target": "spec",
+    "adapter_scale": "lora",
     "adapter_shapes": "lora",
     "add_adapters": "lora",
     "apply_updates": "apply",

@@ -119,7 +119,7 @@ def add_adapters(params: Any, spec: SketchSpec, alpha: float | None = None) -> A
       UserError: see `adapter_shapes`.
     """
     shapes, matrices = adapter_shapes(params, spec), spec.matrices(params)
-    scale = 1.0 if alpha is None else alpha / spec.rank
+    scale = adapter_scale(spec.rank, alpha)
 
     def first(matrix: Matrix) -> tuple[Array, Array, Array]:
         def draw(key_data: Array) -> Array:
@@ -138,6 +138,11 @@ def add_adapters(params: Any, spec: SketchSpec, alpha: float | None = None) -> A
         return LoraKernel(leaf, *jax.jit(partial(first, matrix), out_shardings=places)())
 
     return map_leaves(one, matrices, params, shapes)
+
+
+def adapter_scale(rank: int, alpha: float | None) -> float:
+    """s, the factor that adapters count with: alpha / r, and 1 for None."""
+    return 1.0 if alpha is None else alpha / rank
 
 
 def split_adapters(params: Any) -> tuple[Any, Any]:

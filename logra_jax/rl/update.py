@@ -239,7 +239,7 @@ def make_update(
         # Small passes: compiling their layers one by one would cost more than running them faster saves.
         looped = policy._replace(model=policy.model.replace(scan_unroll=1))
         predicted = predict_kl(
-            lambda train: looped.hidden_head(merge(train, frozen), probe), train, spec,
+            lambda train: looped.hidden_head(merge(train, frozen), probe), train, spec if sketched else None,
             step=step, mask=probe_mask, temperature=policy.temperature, head_sharding=head_sharding,
         )  # fmt: skip
 
