@@ -110,7 +110,7 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_spec(config: Config, model: CausalLM) -> optim.SketchSpec:
-    """Which weights are sketched, projected or adapted, or, for adamw, are meant by `others: frozen`. Raises UserError."""
+    """Which weights are sketched, projected or adapted, or, for adamw, not meant by `others`. Raises UserError."""
     settings = config.optimizer
     targets = {} if settings.targets is None else {"targets": settings.targets}
     spec = optim.SketchSpec(

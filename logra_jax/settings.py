@@ -125,7 +125,7 @@ class Optimizer:
     projection_interval: int = _f(200, "galore: updates between new projections", "[1, inf)")
     galore_scale: float = _f(0.25, "galore: factor on the updates of projected weights", "(0, inf)")
     lora_alpha: float | None = _f(None, "lora: adapters count lora_alpha / rank; null: 1", "(0, inf)")
-    targets: tuple[str, ...] | None = _f(None, "regexes on names of trained weights; null: attention and MLP projections")
+    targets: tuple[str, ...] | None = _f(None, "regexes on weight names; null: attention and MLP projections")
     others: Literal["frozen", "adamw"] = _f("frozen", "what happens to weights that are not targets")
     others_learning_rate: float | None = _f(
         None, "logra, galore: learning rate of the others; null: learning_rate", "(0, inf)"
@@ -139,7 +139,7 @@ class Optimizer:
     b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
     eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")
     update_ratio: float | None = _f(None, "logra: size of an update relative to the weights (paper: 6e-5)", "(0, 1)")
-    learning_rate: float | None = _f(None, "step size, instead of update_ratio; the only choice but for logra", "(0, inf)")
+    learning_rate: float | None = _f(None, "step size, instead of update_ratio, which is for logra alone", "(0, inf)")
     warmup: int = _f(0, "updates of linear warm-up", "[0, inf)")
     schedule: Literal["constant", "cosine"] = _f("constant", "course of the step size after the warm-up")
     final_fraction: float = _f(0.1, "cosine: last step size as a fraction of the first", "[0, 1]")
@@ -299,7 +299,8 @@ def _check_optimizer(config: Config) -> None:
         _check_lora(config)
     elif optimizer.lora_alpha is not None:
         raise UserError(
-            f"optimizer.lora_alpha={optimizer.lora_alpha} has no effect with optimizer.name={optimizer.name}: leave it out"
+            f"optimizer.lora_alpha={optimizer.lora_alpha} has no effect with optimizer.name={optimizer.name}: "
+            "leave it out"
         )
     if ratio is None and rate is None:
         raise UserError(
@@ -340,8 +341,8 @@ def _check_lora(config: Config) -> None:
         )
     if config.model.param_dtype != "float32":
         raise UserError(
-            f"model.param_dtype={config.model.param_dtype} cannot go with optimizer.name=lora: adapters are float32, and "
-            "the weights beside them are frozen, so they keep the number format of the folder. Leave it out"
+            f"model.param_dtype={config.model.param_dtype} cannot go with optimizer.name=lora: adapters are float32, "
+            "and the weights beside them are frozen, so they keep the number format of the folder. Leave it out"
         )
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from logra_jax.optim.apply import lift as lift
     from logra_jax.optim.apply import sketch_shardings as sketch_shardings
     from logra_jax.optim.apply import state_shardings as state_shardings
-    from logra_jax.optim.galore import stacked_galore as stacked_galore
     from logra_jax.optim.galore import per_matrix as per_matrix
+    from logra_jax.optim.galore import stacked_galore as stacked_galore
     from logra_jax.optim.guard import guard_nonfinite as guard_nonfinite
     from logra_jax.optim.guard import step_ok as step_ok
     from logra_jax.optim.guard import update_count as update_count

@@ -312,7 +312,8 @@ def _follow(param: Any, shape: tuple[int, ...]) -> Any:
     if len(own) < 2 or not isinstance(param.sharding, NamedSharding):
         return None
     mesh = param.sharding.mesh
-    *stack, rows, columns = (*param.sharding.spec, *(None,) * (len(own) - len(param.sharding.spec)))
+    axes: tuple[Any, ...] = (*param.sharding.spec, *(None,) * (len(own) - len(param.sharding.spec)))
+    *stack, rows, columns = axes
     if shape == (*own[:-2], own[-1]):
         return NamedSharding(mesh, PartitionSpec(*stack, columns))
     if len(shape) != len(own) or shape[:-2] != own[:-2]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from logra_jax._shapes import Array
+from logra_jax.errors import UserError
 from logra_jax.optim.alias import partition_targets
 from logra_jax.optim.apply import in_place
 from logra_jax.optim.projection import from_stack, to_stack
@@ -60,17 +61,20 @@ def per_matrix(inner: optax.GradientTransformation, spec: SketchSpec) -> optax.G
     The state is that of `inner`, with a tree like the parameters in place of every array, whose leaves have
     the stack axes of theirs in front. Matrices are updated one after the other in place of their gradients: a
     `lax.cond` of `inner` stays one, which it would not under `vmap`.
+
+    Raises:
+      UserError: at init, a leaf is no target.
     """
     inner = optax.with_extra_args_support(inner)
-    one_state = jax.tree.structure(jax.eval_shape(inner.init, jax.ShapeDtypeStruct((2, 2), jnp.float32)))
+    one_state: Any = jax.tree.structure(jax.eval_shape(inner.init, jax.ShapeDtypeStruct((2, 2), jnp.float32)))
 
-    def init_one(matrix: Matrix, leaf: Array) -> Any:
+    def init_one(matrix: Matrix, leaf: Any) -> Any:
         if not matrix.batch:
             return inner.init(to_stack(leaf, matrix)[0])
         states = jax.vmap(inner.init)(to_stack(leaf, matrix))
         return jax.tree.map(lambda x: x.reshape(*matrix.batch, *x.shape[1:]), states)
 
-    def update_one(matrix: Matrix, grad: Array, state: Any, leaf: Any, extra_args: dict[str, Any]) -> tuple[Array, Any]:
+    def update_one(matrix: Matrix, grad: Any, state: Any, leaf: Any, extra_args: dict[str, Any]) -> tuple[Array, Any]:
         def step(cores: tuple[Array, ...], weight: Any) -> tuple[Array, ...]:
             grad, *own = cores
             update, new = inner.update(grad, one_state.unflatten(own), weight, **extra_args)
@@ -88,12 +92,17 @@ def per_matrix(inner: optax.GradientTransformation, spec: SketchSpec) -> optax.G
         return from_stack(update, matrix), one_state.unflatten(new)
 
     def init_fn(params: Any) -> Any:
-        outer, matrices = jax.tree.structure(params), spec.matrices(params)
+        outer: Any = jax.tree.structure(params)
+        matrices = spec.matrices(params)
+        for path, _ in leaves_with_paths(params):
+            if path not in matrices:
+                raise UserError(f"per_matrix: {path} is no target; leave it to another link, with optax.partition")
         states = [init_one(matrices[path], leaf) for path, leaf in leaves_with_paths(params)]
         return jax.tree.transpose(outer, one_state, outer.unflatten(states))
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        outer, matrices = jax.tree.structure(updates), spec.matrices(updates)
+        outer: Any = jax.tree.structure(updates)
+        matrices = spec.matrices(updates)
         states = outer.flatten_up_to(jax.tree.transpose(one_state, outer, state))
         weights = [None] * len(states) if params is None else outer.flatten_up_to(params)
         news = [

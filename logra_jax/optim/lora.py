@@ -121,7 +121,7 @@ def add_adapters(params: Any, spec: SketchSpec, alpha: float | None = None) -> A
     shapes, matrices = adapter_shapes(params, spec), spec.matrices(params)
     scale = adapter_scale(spec.rank, alpha)
 
-    def first(matrix: Matrix) -> tuple[Array, Array, Array]:
+    def first(matrix: Matrix) -> LoraKernel:
         def draw(key_data: Array) -> Array:
             key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
             return jax.random.uniform(key, (matrix.k, spec.rank), jnp.float32, -1, 1)
@@ -129,15 +129,17 @@ def add_adapters(params: Any, spec: SketchSpec, alpha: float | None = None) -> A
         with jax.threefry_partitionable(True):
             a = jax.vmap(draw)(weight_keys(spec, matrix, 0).reshape(-1, 2)) * np.float32(matrix.k**-0.5)
         b = jnp.zeros((*matrix.batch, spec.rank, matrix.d), jnp.float32)
-        return a.reshape(*matrix.batch, matrix.k, spec.rank), b, jnp.full(matrix.batch, scale, jnp.float32)
+        return LoraKernel(None, a.reshape(*matrix.batch, matrix.k, spec.rank), b, jnp.full(matrix.batch, scale))
 
-    def one(matrix: Matrix | None, leaf: Any, shape: Any) -> Any:
-        if matrix is None:
-            return leaf
-        places = shape.a.sharding, shape.b.sharding, shape.scale.sharding
-        return LoraKernel(leaf, *jax.jit(partial(first, matrix), out_shardings=places)())
+    def place(matrix: Matrix | None, node: Any) -> Any:
+        return None if matrix is None else jax.tree.map(lambda x: x.sharding, replace(node, kernel=None))
 
-    return map_leaves(one, matrices, params, shapes)
+    # All in one program, each part made where it belongs.
+    places = map_leaves(lambda m, _, node: place(m, node), matrices, params, shapes)
+    drawn = jax.jit(
+        lambda: map_leaves(lambda m, _: None if m is None else first(m), matrices, params), out_shardings=places
+    )()
+    return map_leaves(lambda m, leaf, node: leaf if m is None else replace(node, kernel=leaf), matrices, params, drawn)
 
 
 def adapter_scale(rank: int, alpha: float | None) -> float:
@@ -192,7 +194,8 @@ def _places(sharding: Any, stacked: int, rank: int) -> tuple[Any, Any, Any]:
     if not isinstance(sharding, NamedSharding):
         return sharding, sharding, sharding
     mesh = sharding.mesh
-    *stack, rows, columns = (*sharding.spec, *(None,) * (stacked + 2 - len(sharding.spec)))
+    axes: tuple[Any, ...] = (*sharding.spec, *(None,) * (stacked + 2 - len(sharding.spec)))
+    *stack, rows, columns = axes
     specs = (*stack, rows, None), (*stack, widest(mesh, rank, rows), columns), tuple(stack)
     a, b, scale = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
     return a, b, scale
