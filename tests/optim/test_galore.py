@@ -8,7 +8,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from logra_jax import SketchSpec, per_matrix, stacked_galore, state_shardings
+from logra_jax import SketchSpec, guard_nonfinite, per_matrix, stacked_galore, state_shardings, step_ok
 from logra_jax.checkpoint import Checkpoints
 from logra_jax.errors import UserError
 
@@ -128,6 +128,16 @@ def test_on_a_mesh(history, tmp_path):
         folder.close()
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), restored, state)
     assert jax.tree.leaves(jax.tree.map(lambda x: x.sharding, restored)) == jax.tree.leaves(elsewhere)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing():
+    tx, params = guard_nonfinite(stacked_galore(SPEC, 0.1, interval=1)), draw(0)
+    before = tx.init(params)
+    bad = draw(1) | {"up": draw(1)["up"].at[1, 2, 3].set(jnp.nan)}
+    updates, after = jax.jit(tx.update)(bad, before, params)
+    assert not step_ok(after)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), after.inner_state, before.inner_state)
 
 
 def test_weights_in_bfloat16_have_a_float32_state():
