@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -126,21 +127,47 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_spec(config: Config, model: CausalLM) -> optim.SketchSpec:
-    """Which weights are sketched, or, for dense optimizers, are meant by `others: frozen`."""
+    """Which weights are sketched, projected or adapted, or, for adamw, not meant by `others`. Raises UserError."""
     settings = config.optimizer
     targets = {} if settings.targets is None else {"targets": settings.targets}
-    return optim.SketchSpec(
-        rank=settings.rank if settings.name == "logra" else 1,  # nothing is sketched otherwise
+    spec = optim.SketchSpec(
+        rank=1 if settings.name == "adamw" else settings.rank,  # nothing is of low rank there
         seed=settings.sketch_seed,
         distribution=settings.distribution,
         refresh=settings.refresh,
         names=model.weight_names(),
         **targets,
     )
+    for path, matrix in spec.matrices(model.abstract_params()).items():
+        if settings.name == "lora" and not path.startswith("layers/"):
+            raise UserError(
+                f"optimizer.name=lora: {matrix.names[0]} is no projection of a layer, and adapters are for those: "
+                "leave it out of optimizer.targets"
+            )
+    return spec
+
+
+def split(config: Config, spec: optim.SketchSpec, params: Any) -> tuple[Any, Any]:
+    """(train, frozen), to be merged again by `optim.merge`: what an update changes of all parameters, and the rest."""
+    if config.optimizer.name == "lora":
+        return optim.split_adapters(params)
+    return spec.split(params, dense=densely_trained(config))
+
+
+def check_adapters(config: Config, params: Any) -> None:
+    """Refuse adapters whose factor is not that of the settings. Raises UserError."""
+    settings = config.optimizer
+    wanted = optim.adapter_scale(settings.rank, settings.lora_alpha)
+    for node in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, optim.LoraKernel)):
+        if isinstance(node, optim.LoraKernel) and (found := float(jnp.ravel(node.scale)[0])) != jnp.float32(wanted):
+            raise UserError(
+                f"optimizer.lora_alpha={settings.lora_alpha} makes the adapters count {wanted}, but those of the "
+                f"checkpoint were trained to count {found}: set optimizer.lora_alpha={found * settings.rank:g}"
+            )
 
 
 def densely_trained(config: Config) -> tuple[str, ...]:
-    """Regexes of the weights that are trained without being sketched: argument `dense` of `spec.split`."""
+    """Regexes of the weights that are trained although no target: argument `dense` of `spec.split`."""
     return (r".*",) if config.optimizer.others == "adamw" else ()
 
 
@@ -152,15 +179,20 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
     clip = optax.identity()
     if settings.max_grad_norm is not None:
         clip = optax.clip_by_global_norm(settings.max_grad_norm)
-    if settings.name == "adamw":
-        b1 = 0.9 if settings.b1 is None else settings.b1
-        tx = optim.in_float32(optax.adamw(schedule, b1, settings.b2, settings.eps, weight_decay=settings.weight_decay))
-        link = optax.identity() if budget is None else optim.scale_by_predicted_kl(budget, kl.alpha_max)
-        return optim.guard_nonfinite(optax.chain(clip, tx, link))
     dense = None
     if settings.others == "adamw":
         rate = settings.others_learning_rate
         dense = optim.in_float32(optax.adamw(schedule if rate is None else rate, 0.9, settings.b2, settings.eps))
+    if settings.name != "logra":
+        b1 = 0.9 if settings.b1 is None else settings.b1
+        numbers = {"b1": b1, "b2": settings.b2, "eps": settings.eps, "weight_decay": settings.weight_decay}
+        if settings.name == "galore":
+            interval, scale = settings.projection_interval, settings.galore_scale
+            tx = optim.stacked_galore(spec, schedule, interval=interval, scale=scale, dense=dense, **numbers)
+        else:
+            tx = optim.in_float32(optax.adamw(schedule, **numbers))
+        link = optax.identity() if budget is None else optim.scale_by_predicted_kl(budget, kl.alpha_max)
+        return optim.guard_nonfinite(optax.chain(clip, tx, link))
     by_ratio = settings.update_ratio is not None
     tx = optim.logra(
         spec,

@@ -106,12 +106,15 @@ class Parts:
         shapes = self.model.abstract_params()
         places = shardings(self.mesh, self.model.logical_axes(), shapes)
         build.check_split(config, self.mesh.shape["fsdp"])
-        self.params = jax.tree.map(lambda x, place: self._array(x.shape, x.dtype, place), shapes, places)
+        params = jax.tree.map(lambda x, place: self._array(x.shape, x.dtype, place), shapes, places)
         self.spec = build.make_spec(config, self.model)
-        train, frozen = self.spec.split(self.params, dense=build.densely_trained(config))
+        train, frozen = build.split(config, self.spec, params)
         self.train = jax.tree.map(lambda x: self._array(x.shape, settings.param_dtype, x.sharding), train)
         # Weights that never change are kept in the precision they are computed with.
         self.frozen = jax.tree.map(lambda x: self._array(x.shape, settings.compute_dtype, x.sharding), frozen)
+        if config.optimizer.name == "lora":
+            adapted = optim.adapter_shapes(optim.merge(self.train, self.frozen), self.spec)
+            self.train, self.frozen = build.split(config, self.spec, adapted)
         self.tx = build.make_optimizer(config, self.spec)
         self.state, self.state_shardings = build.state_layout(
             self.tx, self.train, self.everywhere, build.rounding(config)
@@ -209,20 +212,24 @@ def _bytes(tree: Tree) -> int:
 
 
 def with_optimizer(config: Config, name: str) -> Config:
-    """The run as configured if that is its optimizer, else the paper's other one on the same weights.
+    """The run as configured if that is its optimizer, else another one on the same weights.
 
-    The dense control is AdamW at 1e-6 without KL control; LoGRA takes steps of 6e-5 of the weights.
+    LoGRA takes steps of 6e-5 of the weights, the others have a learning rate and no KL control. LoRA's weights
+    are frozen, and so not kept as model.param_dtype says.
     """
     if config.optimizer.name == name:
         return config
-    change = functools.partial(dataclasses.replace, config.optimizer, name=name, b1=None)
+    change = functools.partial(dataclasses.replace, config.optimizer, name=name, b1=None, lora_alpha=None)
     if name == "logra":
         dense_rate = config.optimizer.learning_rate if config.optimizer.others == "adamw" else None
         return dataclasses.replace(
             config, optimizer=change(update_ratio=6e-5, learning_rate=None, others_learning_rate=dense_rate)
         )
-    model = config.model if config.model.remat != "projected" else dataclasses.replace(config.model, remat="full")
-    optimizer = change(update_ratio=None, learning_rate=1e-6, others_learning_rate=None)
-    return dataclasses.replace(
-        config, model=model, optimizer=optimizer, kl=dataclasses.replace(config.kl, control=False, check_every=0)
-    )
+    optimizer, model = change(update_ratio=None, learning_rate=1e-6, others_learning_rate=None), config.model
+    if model.remat == "projected":
+        model = dataclasses.replace(model, remat="full")
+    if name == "lora":
+        optimizer = dataclasses.replace(optimizer, others="frozen")
+        model = dataclasses.replace(model, param_dtype="float32", rounding=None)
+    kl = dataclasses.replace(config.kl, control=False, check_every=0)
+    return dataclasses.replace(config, optimizer=optimizer, model=model, kl=kl)

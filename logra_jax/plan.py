@@ -1,6 +1,6 @@
 """python -m logra_jax.plan: does a run fit on some GPUs, which need not be present, and what takes the memory.
 
-The compiler's own account of the trainer's update and rollout, for LoGRA and for AdamW on the same weights. It
+The compiler's own account of the trainer's update and rollout, for every optimizer on the same weights. It
 takes the settings of a training run; model.preset stands in for a model that has not been fetched, and data
 files are not read: prompts count at data.max_prompt_length. Compiling for a GPU needs the extra `plan`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from logra_jax.footprint import Footprint
     from logra_jax.models import ModelConfig
 
-OPTIMIZERS = ("logra", "adamw")
+OPTIMIZERS = ("logra", "adamw", "galore", "lora")
 # What no compiler reports: the CUDA context with its libraries, and NCCL's buffers where devices talk.
 CONTEXT_GIB, COLLECTIVES_GIB = 0.75, 0.5
 
@@ -85,13 +85,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif by_gpu and config.model.attention == "auto" and config.model.compute_dtype == "bfloat16":
         print(NO_CUDNN.format(reason=why_not_cudnn(shape, devices[0])), file=sys.stderr)
 
-    def plan(config: Config) -> Plan:
-        return Plan(footprint.measure(config, shape, vocab_size, devices), target.memory / GIB, reserve)
+    def plan(config: Config, rollout: int | None = None) -> Plan:
+        found = footprint.measure(config, shape, vocab_size, devices, rollout is None)
+        return Plan(found if rollout is None else replace(found, rollout=rollout), target.memory / GIB, reserve)
 
-    plans = {}
+    plans: dict[str, Plan] = {}
     for name in OPTIMIZERS:
         print(f"compiling {name} ...", file=sys.stderr, flush=True)
-        plans[name] = plan(footprint.with_optimizer(config, name))
+        # Sampling is one program whatever trains the weights, unless they have adapters.
+        known = None if name == "lora" or not plans else plans["logra"].footprint.rollout
+        plans[name] = plan(footprint.with_optimizer(config, name), known)
     largest = search(config, count, lambda changed: plan(changed).fits, shape) if found.search else {}
     if found.json:
         entries = {name: as_json(name, one, by_gpu) for name, one in plans.items()}
@@ -209,7 +212,7 @@ def header(config: Config, shape: ModelConfig, target: Target, count: int, by_gp
         f"{count} x {target.name} ({target.memory / GIB:.1f} GiB each), "
         f"mesh fsdp={count // config.mesh.tensor} tensor={config.mesh.tensor}; {compiled}\n"
         f"{rollout.prompts} prompts x {rollout.generations} answers, {config.data.max_prompt_length} + "
-        f"{rollout.max_new_tokens} tokens, {passes} per micro-batch; logra rank {optimizer.rank}\n"
+        f"{rollout.max_new_tokens} tokens, {passes} per micro-batch; rank {optimizer.rank} but for adamw\n"
     )
 
 

@@ -129,6 +129,8 @@ class Run(Evaluator):
         paths = [path for path, _ in leaves_with_paths(trained)]
         fit.check(config, self.shape, self.vocab_size, self.prompts.tokens.shape[1], list(self.mesh.devices.flat))
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
+        if config.optimizer.name == "lora":
+            self.weights = optim.add_adapters(self.weights, self.spec, config.optimizer.lora_alpha)
         self._build()
 
     def _build(self) -> None:
@@ -151,7 +153,7 @@ class Run(Evaluator):
         self._update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
 
     def _split(self, params: Tree) -> tuple[Tree, Tree]:
-        return self.spec.split(params, dense=build.densely_trained(self.config))
+        return build.split(self.config, self.spec, params)
 
     def initial_state(self) -> TrainState:
         """The state before the first update. Takes over the loaded weights: call it once."""
@@ -176,7 +178,8 @@ class Run(Evaluator):
         return packed | {"residual": state.residual} if self.rounding == "residual" else packed
 
     def unpack(self, saved: dict[str, Tree]) -> TrainState:
-        """The state from a checkpoint."""
+        """The state from a checkpoint. Raises UserError for adapters that this run would count otherwise."""
+        build.check_adapters(self.config, saved["params"])
         train, self.frozen = self._split(saved["params"])
         residual = saved["residual"] if self.rounding == "residual" else None
         return TrainState(train, saved["opt_state"], saved["mismatch"], residual)
@@ -286,20 +289,27 @@ class Run(Evaluator):
 
     def export(self, state: TrainState, folder: Any) -> None:
         """Write the policy as a Hugging Face folder."""
-        models.save_hf(self.model, self.params(state), folder, overwrite=True, residual=state.residual)
+        plain = optim.merge_adapters(self.params(state))
+        models.save_hf(self.model, plain, folder, overwrite=True, residual=state.residual)
+
+    def _kinds(self) -> dict[str, list[int]]:
+        """Numbers in each parameter, by what is done with it."""
+        name, kinds = self.config.optimizer.name, dict[str, list[int]]()
+        targets = {"logra": "sketched", "galore": "projected", "adamw": "dense", "lora": "frozen"}[name]
+        if name == "lora":
+            kinds["in adapters"] = [leaf.size for leaf in jax.tree.leaves(self._split(self.shapes)[0])]
+        for _, kind, _, size in self.spec.summary(self.model.abstract_params(), build.densely_trained(self.config)):
+            kinds.setdefault(targets if kind == "sketched" else kind, []).append(size)
+        return kinds
 
     def summary(self) -> str:
         """What is about to run, for people."""
-        config, settings = self.config, self.config.optimizer
-        kinds: dict[str, list[int]] = {}
-        for _, kind, _, size in self.spec.summary(self.shapes, build.densely_trained(config)):
-            trained_as = "dense" if kind == "sketched" and settings.name != "logra" else kind
-            kinds.setdefault(trained_as, []).append(size)
+        config, settings, kinds = self.config, self.config.optimizer, self._kinds()
         weights = ", ".join(f"{sum(sizes):,} {kind} ({len(sizes)} tensors)" for kind, sizes in kinds.items())
         step = f"ratio {settings.update_ratio}" if settings.update_ratio else f"learning rate {settings.learning_rate}"
         kl = config.kl
         control = f"KL budget {kl.budget_start} to {kl.budget_end}" if kl.control else "no KL control"
-        rank = f" rank {settings.rank}" if settings.name == "logra" else ""
+        rank = "" if settings.name == "adamw" else f" rank {settings.rank}"
         rollout, prompts = config.rollout, self.prompts
         return (
             f"{super().summary()}\n"

@@ -129,24 +129,33 @@ class Loss:
 class Optimizer:
     """The update rule. Give update_ratio or learning_rate."""
 
-    name: Literal["logra", "adamw"] = _f("logra", "gradient sketches with RowAdam, or dense AdamW")
-    rank: int = _f(256, "logra: rank of the sketches", "[1, inf)")
-    sketch_seed: int = _f(42, "logra: seed of the projections", "[0, 4294967296)")
+    name: Literal["logra", "adamw", "galore", "lora"] = _f(
+        "logra",
+        "gradient sketches with RowAdam, dense AdamW, AdamW on dense gradients projected to a low rank, or AdamW on "
+        "low-rank adapters beside frozen weights, which the export adds up",
+    )
+    rank: int = _f(256, "logra, galore, lora: rank of sketches, projections and adapters", "[1, inf)")
+    sketch_seed: int = _f(42, "logra: seed of the projections; lora: of the adapters' first values", "[0, 4294967296)")
     distribution: Literal["rademacher", "gaussian"] = _f("rademacher", "logra: entries of the projections")
     refresh: int = _f(1, "logra: updates between redraws of the projections; 0: never", "[0, inf)")
-    targets: tuple[str, ...] | None = _f(None, "logra: regexes on weight names; null: attention and MLP projections")
+    projection_interval: int = _f(200, "galore: updates between new projections", "[1, inf)")
+    galore_scale: float = _f(0.25, "galore: factor on the updates of projected weights", "(0, inf)")
+    lora_alpha: float | None = _f(None, "lora: adapters count lora_alpha / rank; null: 1", "(0, inf)")
+    targets: tuple[str, ...] | None = _f(None, "regexes on weight names; null: attention and MLP projections")
     others: Literal["frozen", "adamw"] = _f("frozen", "what happens to weights that are not targets")
-    others_learning_rate: float | None = _f(None, "logra: learning rate of the others; null: learning_rate", "(0, inf)")
+    others_learning_rate: float | None = _f(
+        None, "logra, galore: learning rate of the others; null: learning_rate", "(0, inf)"
+    )
     preserve_norm: bool | None = _f(
         None, "logra: norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no"
     )
     b1: float | None = _f(
-        None, "decay of the first moment; null: 0 for logra (needs refresh other than 1), 0.9 for adamw", "[0, 1)"
+        None, "decay of the first moment; null: 0 for logra (needs refresh other than 1), else 0.9", "[0, 1)"
     )
     b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
     eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")
     update_ratio: float | None = _f(None, "logra: size of an update relative to the weights (paper: 6e-5)", "(0, 1)")
-    learning_rate: float | None = _f(None, "step size, instead of update_ratio", "(0, inf)")
+    learning_rate: float | None = _f(None, "step size, instead of update_ratio, which is for logra alone", "(0, inf)")
     warmup: int = _f(0, "updates of linear warm-up", "[0, inf)")
     schedule: Literal["constant", "cosine"] = _f("constant", "course of the step size after the warm-up")
     final_fraction: float = _f(0.1, "cosine: last step size as a fraction of the first", "[0, 1]")
@@ -322,13 +331,23 @@ def _check_token_budget(config: Config) -> None:
 def _check_optimizer(config: Config) -> None:
     optimizer = config.optimizer
     ratio, rate = optimizer.update_ratio, optimizer.learning_rate
-    if optimizer.name == "adamw" and ratio is not None:
+    if optimizer.name != "logra" and ratio is not None:
         raise UserError(
-            f"optimizer.update_ratio={ratio} has no meaning for optimizer.name=adamw: set "
+            f"optimizer.update_ratio={ratio} has no meaning for optimizer.name={optimizer.name}: set "
             "optimizer.update_ratio=null and give optimizer.learning_rate"
         )
-    if optimizer.name == "adamw" and rate is None:
-        raise UserError("optimizer.learning_rate is required for optimizer.name=adamw (1e-6 in the paper)")
+    if optimizer.name != "logra" and rate is None:
+        usual = {"adamw": "1e-6 in the paper", "galore": "a few times that of adamw", "lora": "1e-5 to 3e-4"}
+        raise UserError(
+            f"optimizer.learning_rate is required for optimizer.name={optimizer.name} ({usual[optimizer.name]})"
+        )
+    if optimizer.name == "lora":
+        _check_lora(config)
+    elif optimizer.lora_alpha is not None:
+        raise UserError(
+            f"optimizer.lora_alpha={optimizer.lora_alpha} has no effect with optimizer.name={optimizer.name}: "
+            "leave it out"
+        )
     if ratio is None and rate is None:
         raise UserError(
             "the size of an update is not set: give optimizer.update_ratio (6e-5 in the paper) or "
@@ -342,7 +361,7 @@ def _check_optimizer(config: Config) -> None:
     own_rate = optimizer.others_learning_rate
     if optimizer.others == "adamw" and rate is None and own_rate is None:
         raise UserError("optimizer.others=adamw needs optimizer.others_learning_rate: update_ratio is for the targets")
-    if own_rate is not None and (optimizer.others == "frozen" or optimizer.name == "adamw"):
+    if own_rate is not None and (optimizer.others == "frozen" or optimizer.name in ("adamw", "lora")):
         raise UserError(
             f"optimizer.others_learning_rate={own_rate} has no effect with optimizer.name={optimizer.name} "
             f"and optimizer.others={optimizer.others}: leave it out"
@@ -358,6 +377,19 @@ def _check_optimizer(config: Config) -> None:
         raise UserError("optimizer.targets is empty: name at least one weight, or leave it out for the default")
     for pattern in optimizer.targets or ():
         _compile("optimizer.targets", pattern)
+
+
+def _check_lora(config: Config) -> None:
+    if config.optimizer.others != "frozen":
+        raise UserError(
+            f"optimizer.others={config.optimizer.others} cannot go with optimizer.name=lora, which trains adapters "
+            "alone: leave it out, or use another optimizer"
+        )
+    if config.model.param_dtype != "float32":
+        raise UserError(
+            f"model.param_dtype={config.model.param_dtype} cannot go with optimizer.name=lora: adapters are float32, "
+            "and the weights beside them are frozen, so they keep the number format of the folder. Leave it out"
+        )
 
 
 def _check_reward(reward: Reward) -> None:

@@ -14,6 +14,8 @@ from logra_jax.config import load_config
 from logra_jax.errors import UserError
 from logra_jax.footprint import Footprint, with_optimizer
 from logra_jax.gpus import GIB, GPUS, find_gpu
+from logra_jax.plan import OPTIMIZERS
+from logra_jax.settings import check
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,14 +59,18 @@ def test_sizes_are_those_computed_by_hand(settings, on_cpu, capsys):
     found = json.loads(said.out)
     assert "ESTIMATE" in said.err
     assert "logra-jax[plan]" in said.err
-    assert list(found) == ["logra", "adamw"]
+    assert list(found) == ["logra", "adamw", "galore", "lora"]
     # Two devices split all that has a dimension of the hidden size; biases and q/k/v outputs have none.
     split_frozen = VOCAB * HIDDEN
-    weights = 4 * TARGETS // 2 + 2 * split_frozen // 2
-    slack = 2 * NORMS_AND_BIASES  # held whole at most, in bfloat16
+    adapters = LAYERS * RANK * sum(k + d for k, d in MATRICES)
+    trained = {"logra": 4 * TARGETS, "adamw": 4 * TARGETS, "galore": 4 * TARGETS, "lora": 2 * TARGETS + 4 * adapters}
+    # Adam's two moments in the shorter side's place, and the longer side's projector; three counts per matrix.
+    projected = LAYERS * RANK * sum(2 * min(k, d) + max(k, d) for k, d in MATRICES)
+    slack = 2 * NORMS_AND_BIASES + 4 * 7 * LAYERS  # held whole at most, in bfloat16; and the factors of adapters
     rows = ROWS // 2
     kv_cache = 2 * LAYERS * rows * (PROMPT + ANSWER) * KV * 2
     for name, entry in found.items():
+        weights = trained[name] // 2 + 2 * split_frozen // 2
         sizes = {key.removesuffix("_gib"): value for key, value in entry.items() if key.endswith("_gib")}
         assert entry["compiled_for"] == "cpu (estimate)"
         assert entry["fits"] is True
@@ -72,9 +78,15 @@ def test_sizes_are_those_computed_by_hand(settings, on_cpu, capsys):
         rounding = 1e-9 * GIB
         assert weights - rounding <= in_bytes["weights"] <= weights + slack + rounding
         assert in_bytes["kv_cache"] == pytest.approx(kv_cache, abs=rounding)
-        moments = (4 * OUTPUTS // 2, 4 * OUTPUTS + 64) if name == "logra" else (4 * TARGETS, 4 * TARGETS + 64)
+        moments = {
+            "logra": (4 * OUTPUTS // 2, 4 * OUTPUTS + 64),
+            "adamw": (4 * TARGETS, 4 * TARGETS + 64),
+            "galore": (4 * projected // 2, 4 * projected // 2 + 4 * 3 * 7 * LAYERS + 64),
+            "lora": (4 * adapters, 4 * adapters + 64),
+        }[name]
         assert moments[0] <= in_bytes["optimizer"] <= moments[1]
-        gradients = 4 * RANK * OUTPUTS // 2 if name == "logra" else 4 * TARGETS // 2
+        dense = {"logra": RANK * OUTPUTS, "adamw": TARGETS, "galore": TARGETS, "lora": adapters}
+        gradients = 4 * dense[name] // 2
         assert in_bytes["sketches" if name == "logra" else "gradients"] == pytest.approx(gradients, abs=rounding)
         # Arguments and outputs but for the donated state; the batch comes on top.
         held = in_bytes["weights"] + in_bytes["optimizer"] + in_bytes["temporaries"]
@@ -85,6 +97,7 @@ def test_sizes_are_those_computed_by_hand(settings, on_cpu, capsys):
         assert sizes["needed"] == pytest.approx(larger + 1.25, abs=1e-6)
         assert sizes["left"] == pytest.approx(sizes["card"] - sizes["needed"], abs=1e-6)
     assert found["adamw"]["optimizer_gib"] > 10 * found["logra"]["optimizer_gib"]
+    assert found["adamw"]["rollout_gib"] == found["galore"]["rollout_gib"] == found["logra"]["rollout_gib"]
 
 
 def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, monkeypatch):
@@ -95,11 +108,11 @@ def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, mo
     assert plan.main(argv) == 0
     said = capsys.readouterr().out
     lines = {line[:50].strip(): line[50:].split() for line in said.splitlines()}
-    assert lines["GiB per GPU"] == ["logra", "adamw"]
-    assert lines["temporaries of the update"] == ["30.00", "30.00"]
-    assert lines["sketches / gradients (computed; in temporaries)"] == ["1.00", "1.00"]
-    assert lines["total: larger phase + estimate"] == ["42.75", "42.75"]  # one GPU has no collectives
-    assert lines["left"] == ["-19.15", "-19.15"]
+    assert lines["GiB per GPU"] == ["logra", "adamw", "galore", "lora"]
+    assert lines["temporaries of the update"] == ["30.00"] * 4
+    assert lines["sketches / gradients (computed; in temporaries)"] == ["1.00"] * 4
+    assert lines["total: larger phase + estimate"] == ["42.75"] * 4  # one GPU has no collectives
+    assert lines["left"] == ["-19.15"] * 4
     assert "bfloat16 compute, remat none, attention blocked" in said  # a CPU's compiler knows no other
     assert "1 x rtx4090-24gb (23.6 GiB each), mesh fsdp=1 tensor=1; ESTIMATE" in said
     for part in (
@@ -171,7 +184,7 @@ def test_description_of_a_gpu():
     assert "cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }" in GPUS["h100-80gb"].proto()
 
 
-def test_the_other_optimizer():
+def test_the_other_optimizers():
     logra = load_config(None)
     adamw = with_optimizer(logra, "adamw")
     assert with_optimizer(logra, "logra") is logra
@@ -179,6 +192,13 @@ def test_the_other_optimizer():
     assert with_optimizer(adamw, "logra").optimizer.update_ratio == 6e-5
     assert with_optimizer(load_config(None, ["model.remat=projected"]), "adamw").model.remat == "full"
     assert with_optimizer(load_config(None, ["model.remat=offload"]), "adamw").model.remat == "offload"
+    small = load_config(
+        None, ["model.param_dtype=bfloat16", "optimizer.others=adamw", "optimizer.others_learning_rate=1e-6"]
+    )
+    for name in OPTIMIZERS:
+        check(with_optimizer(small, name))
+    lora = with_optimizer(small, "lora")
+    assert (lora.optimizer.others, lora.model.param_dtype) == ("frozen", "float32")
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 6, 9])

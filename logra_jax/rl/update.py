@@ -368,7 +368,7 @@ def make_update(
             def of_rows(rows: Batch) -> tuple[Array, Array]:
                 mask = completion_mask(rows.lengths, longest - policy.prompt_width)
                 mean = predict_kl(
-                    lambda train: looped.hidden_head(merge(train, frozen), rows), train, spec,
+                    lambda train: looped.hidden_head(merge(train, frozen), rows), train, spec if sketched else None,
                     step=step, mask=mask, temperature=policy.temperature, head_sharding=head_sharding,
                 )(updates)  # fmt: skip
                 tokens = jnp.sum(mask, dtype=jnp.float32)
