@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logra_jax import cli
+from logra_jax import cli, distributed
 from logra_jax.config import SETTINGS, Config, as_dict, load_config, resolve_path, to_yaml
-from logra_jax.errors import UserError
+from logra_jax.errors import SharedError, UserError
 from logra_jax.signals import StopFlag, Stopped
+from logra_jax.watchdog import Watchdog
 
 if TYPE_CHECKING:  # --help and wrong settings need no jax
     from logra_jax.checkpoint import Checkpoints
-    from logra_jax.metrics import MetricsWriter
+    from logra_jax.metrics import MetricsWriter, NoMetrics
     from logra_jax.rl.update import TrainState
     from logra_jax.run import Run
 
@@ -57,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not command.dry_run:
             raise
         print(f"note: {error}")
-    with StopFlag() as stop:  # before jax: importing it takes seconds
-        cli.quiet_libraries()
-        cli.use_compilation_cache()
+    # Before jax: importing it takes seconds.
+    with StopFlag() as stop, Watchdog(config.processes.hang_s, out / "stacks.txt") as watchdog:
+        cli.begin(config, stop, watchdog)
         from logra_jax.build import check_files, make_grader
         from logra_jax.run import Run
 
@@ -71,11 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"\n{to_yaml(config)}\ndry run: nothing was trained or written")
                 return 0
             try:
-                prepare_output(config, resume=command.resume, overwrite=command.overwrite)
+                # Others may have found the folder empty until here: what follows waits for all processes.
+                distributed.on_first(lambda: prepare_output(config, resume=command.resume, overwrite=command.overwrite))
+                distributed.agree(unseen(config))
                 code, message = train(run, out, stop, resume=command.resume)
             except OSError as error:  # a full disk, above all
                 raise UserError(f"out={out} cannot be written: {error}") from error
-    print(message, file=sys.stderr if code else sys.stdout)
+    if distributed.first():
+        print(message, file=sys.stderr if code else sys.stdout)
     return code
 
 
@@ -114,6 +118,13 @@ def prepare_output(config: Config, *, resume: bool, overwrite: bool) -> None:
     write_settings(config)
 
 
+def unseen(config: Config) -> UserError | None:
+    """What is wrong if this process does not see what the first one has written."""
+    if Path(config.out, "config.yaml").is_file():
+        return None
+    return UserError(f"out={config.out} is another folder here than for process 0: name one on a disk that all share")
+
+
 def write_settings(config: Config) -> None:
     """Write config.yaml, which also marks the folder as that of a run."""
     fresh = Path(config.out, "config.yaml.tmp")
@@ -138,7 +149,7 @@ def report_changes(file: Path, config: Config) -> None:
 def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, str]:
     """Train to the end, or until something stops it. Returns exit code and last words."""
     from logra_jax.checkpoint import Checkpoints, steps
-    from logra_jax.metrics import MetricsWriter
+    from logra_jax.metrics import MetricsWriter, NoMetrics
 
     config = run.config
     settings, log = config.checkpoint, config.log
@@ -153,7 +164,7 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
         if progress.step > config.steps:
             raise UserError(f"--resume: {progress.step} updates are done already, more than steps={config.steps}")
         if resume:
-            write_settings(config)
+            distributed.on_first(lambda: write_settings(config))
             print(f"resumed after {progress.step} updates", flush=True)
         with closing(
             MetricsWriter(
@@ -165,6 +176,8 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
                 steps=config.steps,
                 resume_step=progress.step - (progress.pending is not None),
             )
+            if distributed.first()
+            else NoMetrics()
         ) as metrics:
             trainer = Trainer(run, stop, checkpoints, metrics, state, progress)
             del found, state  # the trainer's alone: the first update writes over it
@@ -178,11 +191,12 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
             except NotFinite as error:
                 trainer.save(wait=True)
                 return FAILED, str(error)
-            except (UserError, OSError, SystemExit):
+            except (UserError, OSError, SystemExit) as error:
                 # All rewards failed, the disk is full, or nobody reads the output any more (rich exits then):
-                # keep what has been learnt, if that can be done.
-                with suppress(UserError, OSError):
-                    trainer.save(wait=True)
+                # keep what has been learnt, if that can be done, which takes all processes.
+                if distributed.alone() or isinstance(error, SharedError):
+                    with suppress(UserError, OSError):
+                        trainer.save(wait=True)
                 raise
     return 0, f"done: {config.steps} updates; model in {out / 'hf'}, curves in {out / 'curves.png'}"
 
@@ -195,7 +209,7 @@ class Trainer:
         run: "Run",
         stop: StopFlag,
         checkpoints: "Checkpoints",
-        metrics: "MetricsWriter",
+        metrics: "MetricsWriter | NoMetrics",
         state: "TrainState",
         progress: Progress,
     ):
@@ -217,12 +231,14 @@ class Trainer:
 
     def train_on_batch(self, before: dict[str, Any]) -> None:
         """Sample, grade and learn from one batch of prompts. before: metrics to add to the first update's."""
+        from logra_jax.mesh import fetch
+
         config, progress, run = self.config, self.progress, self.run
         self.stop.check()
         started = time.perf_counter()
         prompts = run.prompts.take(run.order.rows(progress.consumed, config.rollout.prompts))
         rollout = run.sample(self.state, prompts, update=progress.step)
-        tokens = int(np.sum(rollout.lengths))  # waits for the rollout
+        tokens = int(np.sum(fetch(rollout.lengths)))  # waits for the rollout
         sampled = time.perf_counter()
         self.stop.check()
         rewards = run.grade(prompts, rollout)
@@ -263,7 +279,7 @@ class Trainer:
             found = self.evaluate()
             row = row | found
             self.score = found.get("eval/accuracy")
-        self.metrics.write(row)
+        distributed.on_first(lambda: self.metrics.write(row))
         progress.pending = None
         every, updates = config.checkpoint.every, config.loss.updates_per_batch
         if every and progress.step % every == 0 and progress.step % updates == 0 and not last:

@@ -12,6 +12,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from logra_jax.errors import UserError
+from logra_jax.mesh import place
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.decoder import CausalLM, Params, check_dtype
 from logra_jax.models.names import name_table
@@ -75,7 +76,7 @@ def load_hf(
         for row, name in zip(stack if path.startswith("layers/") else [stack], names, strict=True):
             value = home[name].read(name)
             row[...] = value.T if table[path].transpose else value
-        loaded[path] = jax.device_put(stack, None if places is None else places[path])
+        loaded[path] = place(stack, None if places is None else places[path])
     return model, unflatten_dict(loaded, sep="/")
 
 
