@@ -80,9 +80,9 @@ def _from_slurm(environment: Mapping[str, str]) -> Member:
     node = re.match(r"([^,\[]+)(?:\[(\d+))?", environment["SLURM_STEP_NODELIST"])  # node[001-003,7],other
     assert node is not None
     tasks_here = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "")) or ["1"]
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    # Tasks that see the same GPUs take one each; a task that is shown its own, or is alone on its node, takes all.
-    devices = (local,) if int(tasks_here[0]) > 1 and len(visible) > 1 else None
+    # Tasks that see the same GPUs take one each; a task that is shown one of its own, or is alone, takes all it sees.
+    own = re.fullmatch(r"[^,]+", environment.get("CUDA_VISIBLE_DEVICES", "")) is not None
+    devices = None if own or int(tasks_here[0]) == 1 else (local,)
     return Member(
         f"{node[1]}{node[2] or ''}:{61440 + (job + step) % 4096}",
         _whole(environment, "SLURM_STEP_NUM_TASKS"),
