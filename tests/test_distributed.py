@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from logra_jax import cli, distributed, train
-from logra_jax.checkpoint import read_arrays, steps
+from logra_jax.checkpoint import read_arrays
 from logra_jax.distributed import Member, find
 from logra_jax.errors import UserError
 from logra_jax.metrics import read_rows
@@ -116,10 +116,15 @@ def ended(processes):
 
 
 MEMBER = """
-import json, math, os, signal, sys, time
+import json, math, os, signal, sys
+from contextlib import closing
+from pathlib import Path
 import numpy as np
 from logra_jax import cli, distributed
+from logra_jax.config import load_config
 from logra_jax.errors import SharedError, UserError
+from logra_jax.signals import StopFlag, Stopped
+from logra_jax.watchdog import Watchdog
 
 def raised(call, *arguments):
     try:
@@ -131,7 +136,37 @@ def fail():
     raise OSError("the disk is full")
 
 def main():
-    distributed.join(distributed.find(os.environ), join_s=float(sys.argv[2]), silent_s=10)
+    with StopFlag() as stop, Watchdog(0) as watchdog:
+        cli.begin(load_config(None, [f"processes.join_s={sys.argv[2]}", "processes.silent_s=10"]), stop, watchdog)
+        print(f"process {distributed.number()}")
+        print(json.dumps(everything()), file=sys.__stdout__, flush=True)
+        if sys.argv[1] == "dies" and distributed.number() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                stop.check()
+        except Stopped as stopped:
+            return stopped.code
+
+def saved(split, rows):
+    import jax
+    from logra_jax.checkpoint import Checkpoints
+    from logra_jax.mesh import fetch, place
+    folder, said = Path(__file__).parent / sys.argv[1], []
+    with closing(Checkpoints(folder, keep=3, report=said.append)) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"x": place(rows * step, split)}, {"at": step}, score=None)
+        checkpoints.wait()
+        if distributed.first():
+            next((folder / "2" / "state" / "d").iterdir()).write_bytes(b"")
+        step, state, meta = checkpoints.restore({"x": jax.ShapeDtypeStruct((2, 3), "float32", sharding=split)})
+        names = sorted(path.name for path in folder.iterdir())
+        if distributed.on_first(lambda: 0) == 0 and distributed.first():
+            (folder / "1" / "meta.json").unlink()
+        every = raised(checkpoints.restore, {"x": jax.ShapeDtypeStruct((2, 3), "float32", sharding=split)})
+        return step, fetch(state["x"]).tolist(), meta, len(said), names, every.split(":")[0]
+
+def everything():
     import jax
     from logra_jax.mesh import fetch, make_mesh, place
     from logra_jax.rl.reward import Grader, RewardCounts
@@ -156,8 +191,10 @@ def main():
     mesh = make_mesh(2, 1)
     split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("fsdp",), ()))
     rows = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    stored = saved(split, rows)
     there = place(rows, split)
     found = {
+        "stored": stored,
         "first": distributed.first(),
         "largest": distributed.largest(7 - me),
         "agree": distributed.agree(None),
@@ -177,11 +214,7 @@ def main():
         make_mesh(1, 1)
     except UserError as error:
         found["mesh"] = str(error)
-    print(json.dumps(found), flush=True)
-    if sys.argv[1] == "dies" and me == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while True:
-        distributed.largest(0)
+    return found
 
 cli.run(main)
 """
@@ -189,7 +222,7 @@ cli.run(main)
 
 def test_what_processes_say_to_each_other_and_how_they_end(tmp_path):
     Path(tmp_path / "member.py").write_text(MEMBER)
-    runs = {how: members(str(tmp_path / "member.py"), how, "100") for how in ("dies", "mistake", "fault")}
+    runs = {how: members(str(tmp_path / "member.py"), how, "100") for how in ("dies", "mistake", "fault", "stop")}
     late = members(str(tmp_path / "member.py"), "late", "2", count=1)
     (code, _, errors), *_ = ended(late)
     assert code == 2
@@ -200,8 +233,18 @@ def test_what_processes_say_to_each_other_and_how_they_end(tmp_path):
     assert survived != 0
     assert "has lost another one" in errors or "another task died" in errors
     rows = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    for number, text in enumerate((output, other)):
+    assert output.startswith("process 0\n")
+    for number, text in enumerate((output.removeprefix("process 0\n"), other)):
+        folder = tmp_path / "dies"
         assert json.loads(text) == {
+            "stored": [
+                1,
+                rows,
+                {"at": 1},
+                2 * (number == 0),
+                ["1", "2.damaged"],
+                [str(folder), "process 0 failed; see what it has written"][number],
+            ],
             "first": number == 0,
             "largest": 7,
             "agree": None,
@@ -220,6 +263,10 @@ def test_what_processes_say_to_each_other_and_how_they_end(tmp_path):
             "take part: choose sizes whose product is 2",
         }
 
+    for _ in range(2):
+        runs["stop"][0].stdout.readline()
+    runs["stop"][1].terminate()  # one of them is enough
+    assert [code for code, *_ in ended(runs["stop"])] == [143, 143]
     (left, _, _), (mistaken, _, errors) = ended(runs["mistake"])
     assert left != 0
     assert mistaken == 2
@@ -240,29 +287,23 @@ def outcome(out, step):
     return arrays, rows, {path.name: path.read_bytes() for path in Path(out, "hf").iterdir()}
 
 
-def test_two_processes_are_one_with_two_devices(command_settings):
-    settings = [*command_settings, "mesh.fsdp=2", "eval.every=1", "eval.before=false", "eval.max_prompts=5"]
-    first, second = pair = members("-m", "logra_jax.train", *settings, "steps=100000")
-    for line in first.stdout:
-        if line.startswith("update 1/"):
-            break
-    second.terminate()  # one of them is enough
-    (code, _, errors), (code_too, output, _) = ended(pair)
-    assert (code, code_too) == (143, 143)
-    done = int(re.search(r"stopped by SIGTERM: saved after (\d+) updates; go on with --resume", errors)[1])
-    assert done in steps(Path("out/checkpoints"))
-    assert [row["step"] for row in read_rows("out/metrics.jsonl")] == list(range(done))
-    assert not output.replace("\n", "")  # one of them writes
+def test_two_processes_are_one_with_two_devices(command_settings, capsys):
+    settings = [*command_settings, *["mesh.fsdp=2", "loss.reference_kl=0", "kl.check_every=0"]]
+    # Evaluation samples with the program of the rollouts.
+    settings += ["checkpoint.every=1", "eval.every=1", "eval.before=false", "eval.max_prompts=5", "eval.samples=2"]
+    (code, output, errors), (code_too, nothing, more) = ended(members("-m", "logra_jax.train", *settings, "steps=2"))
+    assert (code, code_too) == (0, 0), errors + more
+    assert output.splitlines()[-1].startswith("done: 2 updates")
+    assert not nothing  # one of them writes
+    assert train.main([*settings, "out=whole", "steps=2"]) == 0
+    assert_same(outcome("out", 2), outcome("whole", 2))
+    for out in ("out", "whole"):
+        assert train.main([*settings, f"out={out}", "steps=3", "--resume"]) == 0
+        assert "resumed after 2 updates" in capsys.readouterr().out
+    assert_same(outcome("out", 3), outcome("whole", 3))
 
-    assert train.main([*settings, f"steps={done + 1}", "--resume"]) == 0
-    pair = members("-m", "logra_jax.train", *settings, f"steps={done + 2}", "--resume")
-    (code, output, errors), (code_too, *_) = ended(pair)
-    assert (code, code_too) == (0, 0), errors
-    assert f"resumed after {done + 1} updates" in output
-    assert output.splitlines()[-1].startswith(f"done: {done + 2} updates")
 
-    assert train.main([*settings, "out=whole", f"steps={done + 2}"]) == 0
-    got, wanted = (outcome(out, done + 2) for out in ("out", "whole"))
+def assert_same(got, wanted):
     assert got[0].keys() == wanted[0].keys()
     for name, value in wanted[0].items():
         np.testing.assert_array_equal(got[0][name], value, err_msg=name)
