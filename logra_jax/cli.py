@@ -81,14 +81,14 @@ def run(main: Callable[[], int]) -> None:
     sys.exit(code)
 
 
-def begin(config: Config, stop: StopFlag, watchdog: Watchdog) -> None:
+def begin(config: Config, member: distributed.Member | None, stop: StopFlag, watchdog: Watchdog) -> None:
     """What a command does before it touches a device: meets the other processes of its run, if there are any.
 
     From here on processes stop together, and only the first one writes to standard output.
     """
     quiet_libraries()
     settings = config.processes
-    distributed.join(distributed.find(os.environ), join_s=settings.join_s, silent_s=settings.silent_s)
+    distributed.join(member, join_s=settings.join_s, silent_s=settings.silent_s)
     use_compilation_cache()
 
     def agree(number: int) -> int:

@@ -5,6 +5,7 @@ prompts, and eval.* how to sample: greedy accuracy by default, pass@k with eval.
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.data.eval is None:
         raise UserError("data.eval is not set: give the file of prompts to evaluate on")
     with StopFlag() as stop, Watchdog(config.processes.hang_s) as watchdog:
-        cli.begin(config, stop, watchdog)
+        cli.begin(config, distributed.find(os.environ), stop, watchdog)
         from logra_jax.build import check_files, make_grader
         from logra_jax.run import Evaluator
 

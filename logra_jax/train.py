@@ -5,6 +5,7 @@ rollout, rewards, advantages, jitted update, policy back to the sampler (they sh
 """
 
 import dataclasses
+import os
 import shutil
 import sys
 import time
@@ -58,9 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not command.dry_run:
             raise
         print(f"note: {error}")
-    # Before jax: importing it takes seconds.
-    with StopFlag() as stop, Watchdog(config.processes.hang_s, out / "stacks.txt") as watchdog:
-        cli.begin(config, stop, watchdog)
+    member = distributed.find(os.environ)
+    stacks = out / ("stacks.txt" if member is None else f"stacks-{member.number}.txt")
+    with StopFlag() as stop, Watchdog(config.processes.hang_s, stacks) as watchdog:  # before jax: that takes seconds
+        cli.begin(config, member, stop, watchdog)
         from logra_jax.build import check_files, make_grader
         from logra_jax.run import Run
 

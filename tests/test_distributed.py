@@ -137,7 +137,8 @@ def fail():
 
 def main():
     with StopFlag() as stop, Watchdog(0) as watchdog:
-        cli.begin(load_config(None, [f"processes.join_s={sys.argv[2]}", "processes.silent_s=10"]), stop, watchdog)
+        config = load_config(None, [f"processes.join_s={sys.argv[2]}", "processes.silent_s=10"])
+        cli.begin(config, distributed.find(os.environ), stop, watchdog)
         print(f"process {distributed.number()}")
         print(json.dumps(everything()), file=sys.__stdout__, flush=True)
         if sys.argv[1] == "dies" and distributed.number() == 1:
