@@ -78,6 +78,9 @@ def run(main: Callable[[], int]) -> None:
     except Exception as error:
         distributed.leave(error, distributed.FAILED)
         raise
+    except SystemExit:  # rich, when nobody reads the output any more
+        distributed.leave(None, distributed.FAILED)
+        raise
     sys.exit(code)
 
 

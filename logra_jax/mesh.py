@@ -7,7 +7,7 @@ width and vocabulary. Axes are Auto: the compiler places whatever is not stated 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,11 +131,18 @@ def batch_sharding(mesh: Mesh, rows: int | None = None) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec("fsdp"))
 
 
-def place(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """A host array on devices; of several processes, which all hold it, each sends the parts of its own devices."""
+def place(
+    shape: tuple[int, ...], read: Callable[[Any], np.ndarray], sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+    """An array of `shape` on devices; `read` gives a part of it by slices, and of several processes each reads its own."""
     if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+        return jax.device_put(read(tuple(slice(None) for _ in shape)), sharding)
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+def place_array(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A host array, which all processes hold, on devices."""
+    return place(array.shape, array.__getitem__, sharding)
 
 
 def fetch(tree: Any) -> Any:

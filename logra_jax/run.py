@@ -10,7 +10,7 @@ import numpy as np
 
 from logra_jax import build, distributed, models, optim
 from logra_jax.config import Config, check_lengths, resolve_path
-from logra_jax.mesh import batch_sharding, fetch, make_mesh, place, shardings
+from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate
@@ -70,7 +70,7 @@ class Evaluator:
         return weights
 
     def _place_rows(self, array: np.ndarray) -> jax.Array:
-        return place(array, self.rows_sharding)
+        return place_array(array, self.rows_sharding)
 
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
         """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
@@ -162,7 +162,7 @@ class Run(Evaluator):
         residual = None
         if self.rounding == "residual":
             residual = jax.jit(optim.init_residual, out_shardings=self.state_shardings.residual)(train)
-        return TrainState(train, opt_state, place(np.zeros((), np.float32), self.everywhere), residual)
+        return TrainState(train, opt_state, place_array(np.zeros((), np.float32), self.everywhere), residual)
 
     def pack(self, state: TrainState) -> dict[str, Tree]:
         """The state as a checkpoint holds it: all parameters, trained or not, in one tree."""
@@ -231,8 +231,8 @@ class Run(Evaluator):
             valid=self._place_rows(advantages.valid.reshape(-1)),
             advantages=self._place_rows(advantages.values.reshape(-1)),
             rollout_logprobs=rollout.logprobs,
-            probe=place(np.zeros(0, np.int32), self.everywhere),
-            check=place(np.zeros((), bool), self.everywhere),
+            probe=place_array(np.zeros(0, np.int32), self.everywhere),
+            check=place_array(np.zeros((), bool), self.everywhere),
         )
         if self.config.loss.updates_per_batch > 1:
             batch = batch._replace(old_logprobs=self._score(state.train, self.frozen, batch))
@@ -246,8 +246,8 @@ class Run(Evaluator):
         probe = draw_probe(self.config.seed, step, rollout.prompts, rollout.generations, kl.probe_responses)
         check = bool(kl.check_every) and step % kl.check_every == 0
         batch = batch._replace(
-            probe=place(probe, self.everywhere),
-            check=place(np.array(check), self.everywhere),
+            probe=place_array(probe, self.everywhere),
+            check=place_array(np.array(check), self.everywhere),
         )
         state, metrics = self._update(state, self.frozen, batch)
         if not check:

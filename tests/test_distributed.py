@@ -152,7 +152,7 @@ def main():
 def saved(split, rows):
     import jax
     from logra_jax.checkpoint import Checkpoints
-    from logra_jax.mesh import fetch, place
+    from logra_jax.mesh import fetch, place_array as place
     folder, said = Path(__file__).parent / sys.argv[1], []
     with closing(Checkpoints(folder, keep=3, report=said.append)) as checkpoints:
         for step in (1, 2):
@@ -169,7 +169,7 @@ def saved(split, rows):
 
 def everything():
     import jax
-    from logra_jax.mesh import fetch, make_mesh, place
+    from logra_jax.mesh import fetch, make_mesh, place_array as place
     from logra_jax.rl.reward import Grader, RewardCounts
     from logra_jax.rl.shared_grading import SharedGrader
     me = distributed.number()
