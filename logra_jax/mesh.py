@@ -134,7 +134,7 @@ def batch_sharding(mesh: Mesh, rows: int | None = None) -> NamedSharding:
 def place(
     shape: tuple[int, ...], read: Callable[[Any], np.ndarray], sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """An array of `shape` on devices; `read` gives a part of it by slices, and of several processes each reads its own."""
+    """An array of `shape` on devices. `read` gives a part of it by slices; of several processes each reads its own."""
     if sharding is None or sharding.is_fully_addressable:
         return jax.device_put(read(tuple(slice(None) for _ in shape)), sharding)
     return jax.make_array_from_callback(shape, sharding, read)
