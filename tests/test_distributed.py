@@ -86,22 +86,32 @@ def test_a_place_that_cannot_be_met_at():
         distributed.join(Member("no.such.host.invalid:1", 2, 1), join_s=1, silent_s=60)
 
 
-def members(*command, count=2, **more):
-    """The processes of one run, one CPU device each."""
-    port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | variables(f"localhost:{port}", "2", str(number))
-            | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-            | more,
-        )
-        for number in range(count)
-    ]
+@pytest.fixture
+def members():
+    """Starts the processes of one run, one CPU device each; none of them outlives the test."""
+    started = []
+
+    def start(*command, count=2):
+        port = free_port()
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ
+                | variables(f"localhost:{port}", "2", str(number))
+                | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+            )
+            for number in range(count)
+        ]
+        started.extend(processes)
+        return processes
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def free_port():
@@ -221,7 +231,7 @@ cli.run(main)
 """
 
 
-def test_what_processes_say_to_each_other_and_how_they_end(tmp_path):
+def test_what_processes_say_to_each_other_and_how_they_end(members, tmp_path):
     Path(tmp_path / "member.py").write_text(MEMBER)
     runs = {how: members(str(tmp_path / "member.py"), how, "100") for how in ("dies", "mistake", "fault", "stop")}
     late = members(str(tmp_path / "member.py"), "late", "2", count=1)
@@ -288,7 +298,7 @@ def outcome(out, step):
     return arrays, rows, {path.name: path.read_bytes() for path in Path(out, "hf").iterdir()}
 
 
-def test_two_processes_are_one_with_two_devices(command_settings, capsys):
+def test_two_processes_are_one_with_two_devices(members, command_settings, capsys):
     settings = [*command_settings, *["mesh.fsdp=2", "loss.reference_kl=0", "kl.check_every=0"]]
     # Evaluation samples with the program of the rollouts.
     settings += ["checkpoint.every=1", "eval.every=1", "eval.before=false", "eval.max_prompts=5", "eval.samples=2"]
