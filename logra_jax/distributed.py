@@ -137,7 +137,7 @@ def join(member: Member | None, *, join_s: float, silent_s: float) -> None:
 
 
 def _check_port(port: int) -> None:
-    """Refuse a port that is taken: jax would end the process without a word."""
+    """Refuse a port that is taken: jax would say no more than that its server did not start."""
     with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -190,7 +190,7 @@ def _of_all(values: np.ndarray) -> np.ndarray:
     """What every process passes, stacked by process: ``[processes, ...]``; one shape and dtype for all."""
     from jax.experimental import multihost_utils
 
-    return multihost_utils.process_allgather(values)
+    return multihost_utils.process_allgather(values, tiled=False)
 
 
 def largest(value: int) -> int:
