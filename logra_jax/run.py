@@ -69,9 +69,6 @@ class Evaluator:
         self.model = model.replace(remat=settings.remat)
         return weights
 
-    def _place_rows(self, array: np.ndarray) -> jax.Array:
-        return place_array(array, self.rows_sharding)
-
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
         """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
         return build.make_sampler(self.config, self.model, self.vocab_size, temperature, top_p, top_k)
@@ -93,7 +90,7 @@ class Evaluator:
             samples=settings.samples,
             ks=sorted({*powers, settings.samples}) if settings.samples > 1 else (),
             seed=self.config.seed,
-            place=self._place_rows,
+            place=partial(place_array, sharding=self.rows_sharding),
             fetch=fetch,
             after_batch=self._after_batch,
         )
@@ -188,11 +185,12 @@ class Run(Evaluator):
 
     def sample(self, state: TrainState, prompts: PromptSet, update: int) -> Rollout:
         """Answers to a batch of prompts under the present policy, N = prompts x generations rows."""
+        place = partial(place_array, sharding=self.rows_sharding)
         return self.sampler.generate(
             self.params(state),
-            self._place_rows(prompts.tokens),
-            self._place_rows(prompts.lengths),
-            self._place_rows(prompts.ids),
+            place(prompts.tokens),
+            place(prompts.lengths),
+            place(prompts.ids),
             n=self.config.rollout.generations,
             seed=self.config.seed,
             update=update,
@@ -223,13 +221,14 @@ class Run(Evaluator):
 
     def batch(self, rollout: Rollout, advantages: advantage.Advantages, state: TrainState) -> Batch:
         """The rows to learn from, with log-probabilities if several updates or a reference KL need them."""
+        place = partial(place_array, sharding=self.rows_sharding)
         batch = Batch(
             tokens=rollout.tokens,
             prompt_lengths=rollout.prompt_lengths,
             lengths=rollout.lengths,
             stopped=rollout.stopped,
-            valid=self._place_rows(advantages.valid.reshape(-1)),
-            advantages=self._place_rows(advantages.values.reshape(-1)),
+            valid=place(advantages.valid.reshape(-1)),
+            advantages=place(advantages.values.reshape(-1)),
             rollout_logprobs=rollout.logprobs,
             probe=place_array(np.zeros(0, np.int32), self.everywhere),
             check=place_array(np.zeros((), bool), self.everywhere),
