@@ -120,11 +120,21 @@ def prepare_output(config: Config, *, resume: bool, overwrite: bool) -> None:
     write_settings(config)
 
 
-def unseen(config: Config) -> UserError | None:
-    """What is wrong if this process does not see what the first one has written."""
-    if Path(config.out, "config.yaml").is_file():
+def unseen(config: Config, patience: float = 90.0) -> UserError | None:
+    """What is wrong if this process does not see what the first one has written, in so many seconds.
+
+    Network file systems remember for a minute that a file was not there.
+    """
+    if distributed.first():
         return None
-    return UserError(f"out={config.out} is another folder here than for process 0: name one on a disk that all share")
+    deadline = time.monotonic() + patience
+    while not Path(config.out, "config.yaml").is_file():
+        if time.monotonic() > deadline:
+            return UserError(
+                f"out={config.out} is another folder here than for process 0: name one on a disk that all share"
+            )
+        time.sleep(0.5)
+    return None
 
 
 def write_settings(config: Config) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from logra_jax import cli, distributed, train
 from logra_jax.checkpoint import read_arrays
+from logra_jax.config import load_config
 from logra_jax.distributed import Member, find
 from logra_jax.errors import UserError
 from logra_jax.metrics import read_rows
@@ -84,6 +85,15 @@ def test_a_place_that_cannot_be_met_at():
             distributed.join(Member(f"localhost:{port}", 2, 0), join_s=1, silent_s=60)
     with pytest.raises(UserError, match=r"JAX_COORDINATOR_ADDRESS=no.such.host.invalid:1: unknown host"):
         distributed.join(Member("no.such.host.invalid:1", 2, 1), join_s=1, silent_s=60)
+
+
+def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
+    config = load_config(None, [f"out={tmp_path}"])
+    assert train.unseen(config) is None  # the process that writes
+    monkeypatch.setattr(distributed, "first", lambda: False)
+    assert f"out={tmp_path} is another folder here" in str(train.unseen(config, patience=0.0))
+    (tmp_path / "config.yaml").touch()
+    assert train.unseen(config, patience=0.0) is None
 
 
 @pytest.fixture
