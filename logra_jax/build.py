@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from logra_jax import optim
+from logra_jax import distributed, optim
 from logra_jax.config import Config, check_paths, resolve_path
 from logra_jax.errors import UserError
 from logra_jax.models import CausalLM, ModelConfig
@@ -20,6 +20,7 @@ from logra_jax.rl.packing import Packing, row_width
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
+from logra_jax.rl.shared_grading import SharedGrader
 from logra_jax.rl.update import Policy, TrainState, make_update
 
 
@@ -83,13 +84,14 @@ def check_split(config: Config, fsdp: int) -> None:
 def make_grader(config: Config) -> Grader:
     """The reward; a context manager whose end is that of the grading processes."""
     reward = config.reward
-    return make_reward(
+    grader = make_reward(
         reward.kind,
         answer_column=config.data.answer_column,
         timeout_s=reward.timeout_s,
         workers=reward.workers,
         pattern=reward.pattern,
     )
+    return grader if distributed.alone() else SharedGrader(grader)
 
 
 def read_prompts(config: Config, path: str, tokenizer: Any, vocab_size: int) -> PromptSet:

@@ -18,7 +18,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from logra_jax import cli
+from logra_jax import cli, distributed
 from logra_jax.config import load_config, resolve_path
 from logra_jax.errors import UserError
 
@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="number format to write (default: float32 in checkpoints, the source's in Hugging Face folders)",
     )
     found = parser.parse_args(argv)
+    if distributed.find(os.environ) is not None:
+        raise UserError(f"convert is the work of one process: start it once, or with {distributed.COUNT}=1")
     src, dst = found.src.absolute(), found.dst.absolute()
     if not src.is_dir():
         raise UserError(f"SRC={found.src}: no such folder")

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logra_jax import build, fit, models, optim
+from logra_jax import build, distributed, fit, models, optim
 from logra_jax.config import Config, check_lengths, resolve_path
-from logra_jax.mesh import batch_sharding, make_mesh, shardings
+from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate
@@ -92,7 +92,8 @@ class Evaluator:
             samples=settings.samples,
             ks=sorted({*powers, settings.samples}) if settings.samples > 1 else (),
             seed=self.config.seed,
-            place=partial(jax.device_put, device=self.rows_sharding),
+            place=partial(place_array, sharding=self.rows_sharding),
+            fetch=fetch,
             after_batch=self._after_batch,
         )
 
@@ -163,7 +164,7 @@ class Run(Evaluator):
         residual = None
         if self.rounding == "residual":
             residual = jax.jit(optim.init_residual, out_shardings=self.state_shardings.residual)(train)
-        return TrainState(train, opt_state, jax.device_put(jnp.zeros(()), self.everywhere), residual)
+        return TrainState(train, opt_state, place_array(np.zeros((), np.float32), self.everywhere), residual)
 
     def pack(self, state: TrainState) -> dict[str, Tree]:
         """The state as a checkpoint holds it: all parameters, trained or not, in one tree."""
@@ -190,7 +191,7 @@ class Run(Evaluator):
 
     def sample(self, state: TrainState, prompts: PromptSet, update: int) -> Rollout:
         """Answers to a batch of prompts under the present policy, N = prompts x generations rows."""
-        place = partial(jax.device_put, device=self.rows_sharding)
+        place = partial(place_array, sharding=self.rows_sharding)
         return self.sampler.generate(
             self.params(state),
             place(prompts.tokens),
@@ -204,7 +205,7 @@ class Run(Evaluator):
     def grade(self, prompts: PromptSet, rollout: Rollout) -> np.ndarray:
         """Rewards, float32 ``[prompts, generations]``; NaN where a row has to be dropped."""
         n, start = self.config.rollout.generations, prompts.tokens.shape[1]
-        answers, lengths, stopped = jax.device_get((rollout.tokens, rollout.lengths, rollout.stopped))
+        answers, lengths, stopped = fetch((rollout.tokens, rollout.lengths, rollout.stopped))
         # The end token is no part of the text, be it a special token or not.
         texts = [
             decode(self.tokenizer, row[start : start + length - ended])
@@ -226,7 +227,7 @@ class Run(Evaluator):
 
     def batch(self, rollout: Rollout, advantages: advantage.Advantages, state: TrainState) -> Batch:
         """The rows to learn from, with log-probabilities if several updates or a reference KL need them."""
-        place = partial(jax.device_put, device=self.rows_sharding)
+        place = partial(place_array, sharding=self.rows_sharding)
         batch = Batch(
             tokens=rollout.tokens,
             prompt_lengths=rollout.prompt_lengths,
@@ -235,8 +236,8 @@ class Run(Evaluator):
             valid=place(advantages.valid.reshape(-1)),
             advantages=place(advantages.values.reshape(-1)),
             rollout_logprobs=rollout.logprobs,
-            probe=jax.device_put(np.zeros(0, np.int32), self.everywhere),
-            check=jax.device_put(np.zeros((), bool), self.everywhere),
+            probe=place_array(np.zeros(0, np.int32), self.everywhere),
+            check=place_array(np.zeros((), bool), self.everywhere),
             packing=self._pack(rollout, advantages.valid.reshape(-1)),
         )
         if self.config.loss.updates_per_batch > 1:
@@ -251,13 +252,13 @@ class Run(Evaluator):
         layout = build.abstract_packing(self.config, self.mesh, prompt_width)
         if layout is None:
             return None
-        prompt_lengths, lengths = jax.device_get((rollout.prompt_lengths, rollout.lengths))
+        prompt_lengths, lengths = fetch((rollout.prompt_lengths, rollout.lengths))
         found = pack(
             prompt_lengths, lengths, valid,
             prompt_width=prompt_width, width=rollout.tokens.shape[1],
             row=layout.source.shape[2], devices=self.mesh.shape["fsdp"],
         )  # fmt: skip
-        return jax.device_put(found, jax.tree.map(lambda leaf: leaf.sharding, layout))
+        return jax.tree.map(lambda array, leaf: place_array(np.asarray(array), leaf.sharding), found, layout)
 
     def update(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, Any]]:
         """One update; waits for it and returns its metrics as Python numbers. Consumes ``state``."""
@@ -265,32 +266,32 @@ class Run(Evaluator):
         probe = draw_probe(self.config.seed, step, rollout.prompts, rollout.generations, kl.probe_responses)
         check = bool(kl.check_every) and step % kl.check_every == 0
         batch = batch._replace(
-            probe=jax.device_put(probe, self.everywhere),
-            check=jax.device_put(np.array(check), self.everywhere),
+            probe=place_array(probe, self.everywhere),
+            check=place_array(np.array(check), self.everywhere),
         )
         state, metrics = self._update(state, self.frozen, batch)
         if not check:
             metrics.pop("kl/realized", None)  # measured now and then only
-        return state, {name: value.item() for name, value in jax.device_get(metrics).items()}
+        return state, {name: value.item() for name, value in fetch(metrics).items()}
 
     def rollout_metrics(
         self, rollout: Rollout, rewards: np.ndarray, advantages: advantage.Advantages
     ) -> dict[str, float]:
         """What there is to say of a batch of answers before anything is learnt from it."""
-        lengths, graded = np.asarray(rollout.lengths), rewards[advantages.valid]
+        (lengths, stopped), graded = fetch((rollout.lengths, rollout.stopped)), rewards[advantages.valid]
         return {
             "reward/mean": float(graded.mean()),
             "reward/std": float(graded.std()),
             "response/length": float(lengths.mean()),
-            "response/cut_off": float(1.0 - np.asarray(rollout.stopped).mean()),
+            "response/cut_off": float(1.0 - stopped.mean()),
             "advantage/zero_share": advantage.zero_share(advantages),
             "rows/dropped": int(np.size(rewards) - graded.size),
         }
 
     def export(self, state: TrainState, folder: Any) -> None:
         """Write the policy as a Hugging Face folder."""
-        plain = optim.merge_adapters(self.params(state))
-        models.save_hf(self.model, plain, folder, overwrite=True, residual=state.residual)
+        plain, writes = optim.merge_adapters(self.params(state)), distributed.first()
+        models.save_hf(self.model, plain, folder, overwrite=True, residual=state.residual, write=writes)
 
     def _kinds(self) -> dict[str, list[int]]:
         """Numbers in each parameter, by what is done with it."""

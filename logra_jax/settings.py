@@ -226,6 +226,17 @@ class Mesh:
 
 
 @dataclass(frozen=True)
+class Processes:
+    """Several processes that are one run, and what becomes of one that hangs or dies."""
+
+    join_s: float = _f(300.0, "seconds that processes wait for each other at the start", "(0, 100000]")
+    silent_s: float = _f(60.0, "seconds without a sign of life after which a process counts as dead", "[1, 100000]")
+    hang_s: float = _f(
+        1800.0, "seconds without progress after which a process prints its stacks and leaves; 0: never", "[0, 100000]"
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -244,6 +255,7 @@ class Config:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
+    processes: Processes = dataclasses.field(default_factory=Processes)
 
 
 def check(config: Config) -> None:

@@ -1,6 +1,7 @@
 """A run that was stopped, killed or failed, and then resumed, is the run that nothing has happened to."""
 
 import errno
+import gc
 import os
 import re
 import resource
@@ -226,6 +227,7 @@ def full_disk():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    gc.collect()  # what is left behind is to be complained of in this test, not in a later one
 
 
 @pytest.mark.filterwarnings("ignore")  # of Orbax, which leaves coroutines behind

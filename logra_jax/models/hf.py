@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from logra_jax.errors import UserError
+from logra_jax.mesh import place
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.decoder import CausalLM, Params, check_dtype
 from logra_jax.models.names import name_table
@@ -40,7 +42,8 @@ def load_hf(
     shardings: tree like the parameters, of shardings to place each leaf with (default: one device).
     rope_theta, max_position_embeddings: override config.json, and are saved by `save_hf`.
 
-    One stacked leaf at a time is assembled in host memory. Raises UserError for a folder that is incomplete,
+    One stacked leaf at a time is assembled in host memory; of several processes each assembles the parts of its own
+    devices. Raises UserError for a folder that is incomplete,
     damaged, or of a model that this decoder does not compute exactly; nothing is ever skipped or made up.
     """
     folder = Path(folder)
@@ -71,12 +74,31 @@ def load_hf(
     for path, leaf in shapes.items():
         names = table[path].names(config.num_hidden_layers)
         kind = dtype if asked is None else asked.get(path) or _stored_dtype(home[n].entries[n].dtype for n in names)
-        stack = np.empty(leaf.shape, DTYPES[CODES[check_dtype("dtype", kind)]])
-        for row, name in zip(stack if path.startswith("layers/") else [stack], names, strict=True):
-            value = home[name].read(name)
-            row[...] = value.T if table[path].transpose else value
-        loaded[path] = jax.device_put(stack, None if places is None else places[path])
+        dtype_there = DTYPES[CODES[check_dtype("dtype", kind)]]
+        tensors = [_Tensor(home[name], name, table[path].transpose) for name in names]
+        read = partial(_read, tensors, path.startswith("layers/"), leaf.shape, dtype_there)
+        loaded[path] = place(leaf.shape, read, None if places is None else places[path])
     return model, unflatten_dict(loaded, sep="/")
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a file, and whether it stands there transposed."""
+
+    file: TensorFile
+    name: str
+    transposed: bool
+
+
+def _read(
+    tensors: list[_Tensor], stacked: bool, shape: tuple[int, ...], dtype: Any, part: tuple[slice, ...]
+) -> np.ndarray:
+    """A part of a parameter of `shape`, `[layers, ...]` if `stacked`; reads those of its tensors that it needs."""
+    out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(part, shape, strict=True)], dtype)
+    rows, inner = (out, part[1:]) if stacked else (out[None], part)
+    for row, tensor in zip(rows, tensors[part[0]] if stacked else tensors, strict=True):
+        value = tensor.file.read(tensor.name)
+        row[...] = (value.T if tensor.transposed else value)[inner]
+    return out
 
 
 def _stored_dtype(codes: Iterable[str]) -> str:
