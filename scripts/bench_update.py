@@ -30,7 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from logra_jax import cli
+from logra_jax import cli, plan
 from logra_jax.config import Config, load_config
 from logra_jax.errors import UserError
 
@@ -53,7 +53,10 @@ def main() -> int:
         report = lambda figures: print(MARK + json.dumps(figures), flush=True)
         report(measure(config, found.worker, found.repeats, brief=found.brief, report=report) | {"done": True})
         return 0
-    columns = {name: in_process(name, found.timeout) for name in found.optimizers.split(",")}
+    names = found.optimizers.split(",")
+    if unknown := [name for name in names if name not in plan.OPTIMIZERS]:
+        raise UserError(f"--optimizers: {', '.join(unknown)} not known; known are {', '.join(plan.OPTIMIZERS)}")
+    columns = {name: in_process(name, found.timeout) for name in names}
     print(table(columns))
     if found.json:
         Path(found.json).write_text(json.dumps(columns, indent=1))
@@ -122,7 +125,8 @@ def measure(
         report(found)
         if not brief:
             del update, rollout
-            found |= layer_flops(config, shape)
+            if name != "lora":  # whose products are not those of the formula
+                found |= layer_flops(config, shape)
             found |= phases(config, parts_of, runner, found["update_ms"], repeats)
     except jax.errors.JaxRuntimeError as error:
         found["error"] = "out of memory" if fit.ran_out(error) else str(error).splitlines()[0][:200]

@@ -255,7 +255,7 @@ def test_the_recipe_of_the_paper(size):
 def test_the_recipe_for_24_gb():
     config = load_config(ROOT / "configs/qwen2.5-7b-24gb.yaml")
     assert (config.model.param_dtype, config.model.rounding, config.optimizer.rank) == ("bfloat16", "stochastic", 256)
-    assert (config.loss.micro_batch, config.kl.check_every) == (1, 0)
+    assert config.loss.micro_batch == 1
     assert config.rollout.rows >= 8
     assert config.data.max_prompt_length + config.rollout.max_new_tokens == 2048
     assert read_model_config(config).hidden_size == 3584

@@ -400,7 +400,9 @@ def make_update(
             # Taken before the weights are written over; the branch costs nothing on the other updates.
             shapes = jax.eval_shape(check_before, train)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-            before, old_head = jax.lax.cond(batch.check, check_before, lambda _: zeros, train)
+            before = jax.lax.cond(batch.check, check_before, lambda _: zeros, train)
+            # One after the other: the compiler would rather copy all weights than look at them before they are changed.
+            before, train = jax.lax.optimization_barrier((before, train))
 
         updates, opt_state = tx.update(grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average)
         residual = state.residual
@@ -421,8 +423,8 @@ def make_update(
         if check_responses:
 
             def measure(new_train: Tree) -> Array:
-                head = check_head(new_train)
-                old = HiddenHead(before, head if old_head is None else old_head)
+                head, (hidden, old_head) = check_head(new_train), before
+                old = HiddenHead(hidden, head if old_head is None else old_head)
                 new = HiddenHead(check_hidden(new_train), head)
                 mask = probe_mask[:check_responses]
                 return policy_kl(old, new, mask, policy.temperature, mesh=policy.model.mesh)
