@@ -259,8 +259,9 @@ def verdict(name: str, plan: Plan, config: Config, count: int) -> str:
     elif largest == "temporaries of the update":
         if micro == 0 or micro > fsdp:
             changes.append(f"set loss.micro_batch={fsdp}")
-        if config.model.remat != "full":
-            changes.append("set model.remat=full")
+        remat = config.model.remat
+        if remat != "offload":
+            changes.append(f"set model.remat={'offload' if remat == 'full' else 'full'}")
         changes.append(f"lower rollout.max_new_tokens={config.rollout.max_new_tokens}")
         if name == "logra":
             changes.append(f"lower optimizer.rank={config.optimizer.rank}")
