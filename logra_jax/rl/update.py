@@ -77,9 +77,10 @@ class Policy(NamedTuple):
         """Final hidden states that predict each completion token ``[n, c, d]`` and the output head ``[d, v]``."""
         start, width = self.prompt_width, rows.tokens.shape[1] - self.prompt_width
         mask = attention_mask(rows.prompt_lengths, rows.lengths, start, width)
-        hidden = self.model.hidden(params, rows.tokens[:, :-1], mask[:, :-1])
+        # The last token predicts nothing, but XLA cannot tile some products of, say, 2 x 4095 tokens for a GPU.
+        hidden = self.model.hidden(params, rows.tokens, mask)[:, start - 1 : -1]
         head = self.model.head(params)[:, : self.vocab_size].astype(hidden.dtype)
-        return HiddenHead(hidden[:, start - 1 :], constrain(head, self.model.mesh, None, "logits"))
+        return HiddenHead(hidden, constrain(head, self.model.mesh, None, "logits"))
 
     def logprobs(self, params: Tree, rows: Batch) -> tuple[Float[Array, "n c"], Float[Array, "n c"]]:
         """Log-probability at the sampling temperature and entropy (nats) of every completion position."""
