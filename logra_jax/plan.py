@@ -275,8 +275,9 @@ def remedies(name: str, part: str | None, config: Config, count: int) -> str:
                 changes.append(f"set loss.token_budget={longest}")
         elif micro == 0 or micro > fsdp:
             changes.append(f"set loss.micro_batch={fsdp}")
-        if config.model.remat != "full":
-            changes.append("set model.remat=full")
+        remat = config.model.remat
+        if remat != "offload":
+            changes.append(f"set model.remat={'offload' if remat == 'full' else 'full'}")
         if part is not None:
             changes.append(f"lower rollout.max_new_tokens={config.rollout.max_new_tokens}")
         if name != "adamw":

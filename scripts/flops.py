@@ -68,15 +68,15 @@ def flops(function: Callable[..., Any], *arguments: Any) -> float:
 
 
 def rows(tokens: int, count: int = 1) -> Batch:
-    """One row whose answer is three quarters of it; the token that only serves as a target comes on top."""
+    """One row whose answer is three quarters of it."""
 
     def array(*shape: int, dtype: str = "int32") -> Any:
         return jnp.zeros(shape, dtype)
 
     prompt = tokens // 4
     return Batch(
-        array(count, tokens + 1), array(count) + prompt, array(count) + tokens + 1 - prompt, array(count, dtype="bool"),
-        array(count, dtype="bool"), array(count, dtype="float32"), array(count, tokens + 1 - prompt, dtype="float32"),
+        array(count, tokens), array(count) + prompt, array(count) + tokens - prompt, array(count, dtype="bool"),
+        array(count, dtype="bool"), array(count, dtype="float32"), array(count, tokens - prompt, dtype="float32"),
         array(0), array(dtype="bool"),
     )  # fmt: skip
 

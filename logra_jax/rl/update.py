@@ -81,8 +81,9 @@ class Policy(NamedTuple):
         """Final hidden states that predict each completion token ``[n, c, d]`` and the output head ``[d, v]``."""
         start, width = self.prompt_width, rows.tokens.shape[1] - self.prompt_width
         mask = attention_mask(rows.prompt_lengths, rows.lengths, start, width)
-        hidden = self.model.hidden(params, rows.tokens[:, :-1], mask[:, :-1])
-        return HiddenHead(hidden[:, start - 1 :], self._head(params, hidden.dtype))
+        # The last token predicts nothing, but XLA cannot tile some products of, say, 2 x 4095 tokens for a GPU.
+        hidden = self.model.hidden(params, rows.tokens, mask)[:, start - 1 : -1]
+        return HiddenHead(hidden, self._head(params, hidden.dtype))
 
     def _head(self, params: Tree, dtype: Any) -> Float[Array, "d v"]:
         head = self.model.head(params)[:, : self.vocab_size].astype(dtype)
