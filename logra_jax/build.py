@@ -240,7 +240,7 @@ def abstract_packing(config: Config, mesh: jax.sharding.Mesh, prompt_width: int)
     if not budget:
         return None
     rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "fsdp"), ()))
-    row = row_width(budget, prompt_width + config.rollout.max_new_tokens - 1)
+    row = row_width(budget, prompt_width + config.rollout.max_new_tokens)
     source: Any = jax.ShapeDtypeStruct((config.rollout.rows // fsdp, fsdp, row), "int32", sharding=rows)
     passes: Any = jax.ShapeDtypeStruct((), "int32", sharding=whole)
     return Packing(source, passes)

@@ -119,8 +119,7 @@ class Loss:
     micro_batch: int = _f(0, "answers per forward and backward pass; 0: all at once", "[0, inf)")
     token_budget: int = _f(
         0,
-        "tokens per device and pass, instead of micro_batch: short answers share a row of so many tokens; "
-        "0: every answer has its own row",
+        "most tokens per device and pass, instead of micro_batch: short answers share a row; 0: each has its own",
         "[0, inf)",
     )
 

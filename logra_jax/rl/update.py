@@ -191,7 +191,7 @@ def _padding_share(batch: Batch) -> Float[Array, ""]:
     """Share of the tokens put through the model that belong to no answer that counts."""
     used = jnp.where(batch.valid & (batch.lengths > 0), batch.prompt_lengths + batch.lengths - 1, 0)
     if batch.packing is None:
-        slots = jnp.float32(batch.tokens.shape[0] * (batch.tokens.shape[1] - 1))
+        slots = jnp.float32(batch.tokens.size)
     else:
         slots = batch.packing.passes.astype(jnp.float32) * batch.packing.source[0].size
     return 1.0 - jnp.sum(used, dtype=jnp.float32) / jnp.maximum(slots, 1.0)
