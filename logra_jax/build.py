@@ -17,11 +17,12 @@ from logra_jax.models.hf import read_json
 from logra_jax.models.presets import PRESETS, differences
 from logra_jax.rl.loss import LossSettings
 from logra_jax.rl.packing import Packing, row_width
+from logra_jax.rl.policy import Policy
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
 from logra_jax.rl.shared_grading import SharedGrader
-from logra_jax.rl.update import Policy, TrainState, make_update
+from logra_jax.rl.update import TrainState, make_update
 
 
 def check_files(config: Config, *, trains: bool) -> None:

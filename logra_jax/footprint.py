@@ -20,7 +20,8 @@ from logra_jax.errors import UserError
 from logra_jax.gpus import Target
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig
-from logra_jax.rl.update import Batch, Policy
+from logra_jax.rl.batch import Batch
+from logra_jax.rl.policy import Policy
 
 Tree = Any
 

@@ -13,14 +13,16 @@ from logra_jax.config import Config, check_lengths, resolve_path
 from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
+from logra_jax.rl.batch import Batch
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate
 from logra_jax.rl.kl import draw_probe
 from logra_jax.rl.packing import Packing, pack
+from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.prompts import PromptOrder, PromptSet, require_rows
 from logra_jax.rl.reward import Grader
 from logra_jax.rl.rollout import Rollout, Sampler
 from logra_jax.rl.tokenizer import decode, load_tokenizer
-from logra_jax.rl.update import Batch, Policy, TrainState, make_score
+from logra_jax.rl.update import TrainState
 
 Tree = Any
 

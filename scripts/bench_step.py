@@ -21,10 +21,12 @@ import optax
 
 from logra_jax import optim
 from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.rl.batch import Batch
 from logra_jax.rl.kl import draw_probe
 from logra_jax.rl.loss import LossSettings
+from logra_jax.rl.policy import Policy
 from logra_jax.rl.rollout import Sampler
-from logra_jax.rl.update import Batch, Policy, TrainState, make_update
+from logra_jax.rl.update import TrainState, make_update
 
 PROMPTS, PROMPT, VOCAB, PROBE = 8, 16, 512, 8
 

@@ -25,7 +25,8 @@ from logra_jax.models import CausalLM, layers
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.presets import PRESETS
 from logra_jax.rl import loss
-from logra_jax.rl.update import Batch, Policy
+from logra_jax.rl.batch import Batch
+from logra_jax.rl.policy import Policy
 
 Tree = Any
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from logra_jax._shapes import Array, Bool, Float, Int
+from logra_jax._shapes import Array, Float
 from logra_jax.mesh import AxisTable, constrain
 from logra_jax.optim import (
     HiddenHead,
@@ -27,10 +27,19 @@ from logra_jax.optim import (
     update_count,
 )
 from logra_jax.optim.slot import value_and_add_grad
+from logra_jax.rl.batch import (
+    Batch,
+    over_micro_batches,
+    over_packed_rows,
+    padding_share,
+    take,
+    turn_size,
+    valid_tokens,
+)
 from logra_jax.rl.kl import policy_kl
-from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_logprobs, token_weights
-from logra_jax.rl.packing import Packing, Slots, read_slots
-from logra_jax.rl.rollout import attention_mask, completion_mask
+from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_weights
+from logra_jax.rl.policy import Policy
+from logra_jax.rl.rollout import completion_mask
 
 Tree = Any
 
@@ -47,83 +56,6 @@ class TrainState(NamedTuple):
     residual: Tree = None
 
 
-class Batch(NamedTuple):
-    """Rows to learn from; N = prompts x generations, P and C the widths of prompts and completions.
-
-    ``old_logprobs`` is needed only when a batch serves several updates, ``ref_logprobs`` only with a reference KL.
-    ``probe`` holds the row numbers whose responses predict the KL; ``check`` says whether it is also measured.
-    ``packing`` says which answers share a row in the passes; without it each has its own.
-    """
-
-    tokens: Int[Array, "n t"]
-    prompt_lengths: Int[Array, " n"]
-    lengths: Int[Array, " n"]
-    stopped: Bool[Array, " n"]
-    valid: Bool[Array, " n"]
-    advantages: Float[Array, " n"]
-    rollout_logprobs: Float[Array, "n c"]
-    probe: Int[Array, " r"]
-    check: Bool[Array, ""]
-    old_logprobs: Float[Array, "n c"] | None = None
-    ref_logprobs: Float[Array, "n c"] | None = None
-    packing: Packing | None = None
-
-
-class Policy(NamedTuple):
-    """What turns rows into log-probabilities. ``vocab_size`` ids exist; ids past it are padding of the table."""
-
-    model: Any
-    vocab_size: int
-    temperature: float
-    prompt_width: int
-
-    def hidden_head(self, params: Tree, rows: Batch) -> HiddenHead:
-        """Final hidden states that predict each completion token ``[n, c, d]`` and the output head ``[d, v]``."""
-        start, width = self.prompt_width, rows.tokens.shape[1] - self.prompt_width
-        mask = attention_mask(rows.prompt_lengths, rows.lengths, start, width)
-        # The last token predicts nothing, but XLA cannot tile some products of, say, 2 x 4095 tokens for a GPU.
-        hidden = self.model.hidden(params, rows.tokens, mask)[:, start - 1 : -1]
-        return HiddenHead(hidden, self._head(params, hidden.dtype))
-
-    def _head(self, params: Tree, dtype: Any) -> Float[Array, "d v"]:
-        head = self.model.head(params)[:, : self.vocab_size].astype(dtype)
-        return constrain(head, self.model.mesh, None, "logits")
-
-    def logprobs(self, params: Tree, rows: Batch) -> tuple[Float[Array, "n c"], Float[Array, "n c"]]:
-        """Log-probability at the sampling temperature and entropy (nats) of every completion position."""
-        hidden, head = self.hidden_head(params, rows)
-        return token_logprobs(hidden, head, rows.tokens[:, self.prompt_width :], self.temperature, mesh=self.model.mesh)
-
-    def packed_logprobs(
-        self, params: Tree, tokens: Int[Array, "n t"], slots: Slots
-    ) -> tuple[Float[Array, "b s"], Float[Array, "b s"]]:
-        """The same for the token that follows each slot of packed rows; arbitrary where nothing is learnt from it."""
-        inputs, targets = tokens[slots.answer, slots.column], tokens[slots.answer, slots.column + 1]
-        hidden = self.model.hidden(params, inputs, segments=slots.segments, reach=tokens.shape[1] - 1)
-        head = self._head(params, hidden.dtype)
-        # What is learnt from comes first, so that the chunks of the rest are left out.
-        order = jnp.argsort(~slots.learns, axis=1)
-        sort = lambda x, order: jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
-        found = token_logprobs(
-            sort(hidden, order), head, sort(targets, order), self.temperature, mesh=self.model.mesh,
-            wanted=sort(slots.learns, order),
-        )  # fmt: skip
-        logprobs, entropy = (sort(x, jnp.argsort(order, axis=1)) for x in found)
-        return logprobs, entropy
-
-    def everywhere(self, batch: Batch) -> Batch:
-        """The batch with its rows on every device: packed rows are put together from all of them."""
-        fields = _row_fields(batch).items()
-        rows: dict[str, Any] = {k: constrain(v, self.model.mesh, *(None,) * v.ndim) for k, v in fields}
-        return batch._replace(**rows)
-
-    def slots(self, batch: Batch, number: Int[Array, ""]) -> Slots:
-        """The slots of a pass over packed rows."""
-        assert batch.packing is not None
-        source = constrain(batch.packing.source[number], self.model.mesh, "batch", None)
-        return read_slots(source, batch.tokens.shape[1], self.prompt_width)
-
-
 def _means(sums: LossSums) -> dict[str, Array]:
     """The sums of a step as means over its valid tokens."""
     mean = jax.tree.map(lambda total: total / jnp.maximum(sums.tokens, 1.0), sums)
@@ -138,88 +70,6 @@ def _means(sums: LossSums) -> dict[str, Array]:
         "kl/reference": mean.reference_kl,
         "kl/mismatch": sums.mismatch / jnp.maximum(sums.ended_tokens, 1.0),
     }
-
-
-def _valid_tokens(batch: Batch) -> Bool[Array, "n c"]:
-    return completion_mask(batch.lengths, batch.rollout_logprobs.shape[1]) & batch.valid[:, None]
-
-
-def _row_fields(batch: Batch) -> dict[str, Any]:
-    fields = batch._asdict()
-    return {k: v for k, v in fields.items() if k not in ("probe", "check", "packing") and v is not None}
-
-
-def _take(batch: Batch, rows: Int[Array, " r"]) -> Batch:
-    return batch._replace(**{k: v[rows] for k, v in _row_fields(batch).items()})
-
-
-def _split(batch: Batch, micro_batch: int) -> dict[str, Array]:
-    """The fields of the rows, ``[micro-batches, rows of each, ...]``."""
-    count = batch.tokens.shape[0] // micro_batch if micro_batch else 1
-    # Row i goes to micro-batch i mod count, so that a batch split over devices stays split in every micro-batch.
-    return {k: v.reshape(-1, count, *v.shape[1:]).swapaxes(0, 1) for k, v in _row_fields(batch).items()}
-
-
-def _over_micro_batches(function: Callable, batch: Batch, micro_batch: int, initial: Tree) -> Tree:
-    """Sum of ``function(rows)`` over micro-batches, accumulated in place in the carry of a scan."""
-    if micro_batch in (0, batch.tokens.shape[0]):
-        return function(batch)
-    split = _split(batch, micro_batch)
-
-    def body(total: Tree, rows: dict[str, Any]) -> tuple[Tree, None]:
-        return jax.tree.map(jnp.add, total, function(batch._replace(**rows))), None
-
-    return jax.lax.scan(body, initial, split)[0]
-
-
-def _turn_size(rows: int, limit: int) -> int:
-    """The largest number of rows per turn that divides ``rows`` and is at most ``limit`` (0: all at once)."""
-    return max(size for size in range(1, min(limit or rows, rows) + 1) if rows % size == 0)
-
-
-def _over_packed_rows(function: Callable, batch: Batch, initial: Tree) -> Tree:
-    """Sum of ``function(number)`` over the passes that hold anything: the others cost nothing."""
-    assert batch.packing is not None
-
-    def body(number: Array, total: Tree) -> Tree:
-        return jax.tree.map(jnp.add, total, function(number))
-
-    return jax.lax.fori_loop(0, batch.packing.passes, body, initial)
-
-
-def _padding_share(batch: Batch) -> Float[Array, ""]:
-    """Share of the tokens put through the model that belong to no answer that counts."""
-    used = jnp.where(batch.valid & (batch.lengths > 0), batch.prompt_lengths + batch.lengths - 1, 0)
-    if batch.packing is None:
-        slots = jnp.float32(batch.tokens.size)
-    else:
-        slots = batch.packing.passes.astype(jnp.float32) * batch.packing.source[0].size
-    return 1.0 - jnp.sum(used, dtype=jnp.float32) / jnp.maximum(slots, 1.0)
-
-
-def make_score(policy: Policy, micro_batch: int) -> Callable[[Tree, Tree, Batch], Float[Array, "n c"]]:
-    """Jitted ``score(train, frozen, batch)``: log-probabilities ``[n, c]`` of the rows under other weights."""
-
-    def packed_score(params: Tree, batch: Batch) -> Float[Array, "n c"]:
-        assert batch.packing is not None
-        whole = policy.everywhere(batch)
-
-        def body(number: Array, scored: Array) -> Array:
-            slots = policy.slots(whole, number)
-            return slots.put(policy.packed_logprobs(params, whole.tokens, slots)[0], scored)
-
-        scored = jax.lax.fori_loop(0, batch.packing.passes, body, jnp.zeros_like(whole.rollout_logprobs))
-        return constrain(scored, policy.model.mesh, "batch", None)
-
-    def score(train: Tree, frozen: Tree, batch: Batch) -> Float[Array, "n c"]:
-        params = merge(train, frozen)
-        if batch.packing is not None:
-            return packed_score(params, batch)
-        split = _split(batch, micro_batch)
-        scored = jax.lax.map(lambda rows: policy.logprobs(params, batch._replace(**rows))[0], split)
-        return constrain(scored.swapaxes(0, 1).reshape(batch.rollout_logprobs.shape), policy.model.mesh, "batch", None)
-
-    return jax.jit(score)
 
 
 def make_update(
@@ -272,7 +122,7 @@ def make_update(
 
     def gradient(train: Tree, frozen: Tree, batch: Batch, step: Array) -> tuple[LossSums, Tree]:
         # Counts of the whole step, so that the micro-batches add up to exactly one mean.
-        total_tokens = jnp.sum(_valid_tokens(batch), dtype=jnp.float32)
+        total_tokens = jnp.sum(valid_tokens(batch), dtype=jnp.float32)
         total_sequences = jnp.sum(batch.valid, dtype=jnp.float32)
         packed = batch.packing is not None
         whole = policy.everywhere(batch) if packed else batch
@@ -281,7 +131,7 @@ def make_update(
             return token_weights(loss.aggregation, rows.lengths, total_tokens, total_sequences)
 
         def of_rows(rows: Batch, into: Tree = None) -> tuple[LossSums, Tree]:
-            mask = _valid_tokens(rows)
+            mask = valid_tokens(rows)
             return of_pass(
                 lambda params: policy.logprobs(params, rows),
                 into,
@@ -322,8 +172,8 @@ def make_update(
 
         def passes(function: Callable, initial: Tree) -> Tree:
             if packed:
-                return _over_packed_rows(function, batch, initial)
-            return _over_micro_batches(function, batch, micro_batch, initial)
+                return over_packed_rows(function, batch, initial)
+            return over_micro_batches(function, batch, micro_batch, initial)
 
         def wide(rows: Any) -> tuple[LossSums, Tree]:
             sums, grads = one(rows)
@@ -346,13 +196,13 @@ def make_update(
         train = state.train
         step = sketch_count(state.opt_state) if sketched else jnp.zeros((), jnp.int32)
         sums, grads = gradient(train, frozen, batch, step)
-        metrics = _means(sums) | {"grad/norm": optax.tree.norm(grads), "padding/share": _padding_share(batch)}
+        metrics = _means(sums) | {"grad/norm": optax.tree.norm(grads), "padding/share": padding_share(batch)}
         average = state.mismatch
         if mismatch:  # where no answer ended by itself there is nothing to observe
             observed = mismatch_average(average, metrics["kl/mismatch"])
             average = jnp.where(sums.ended_tokens > 0, observed, average)
 
-        probe = _take(batch, batch.probe)
+        probe = take(batch, batch.probe)
         longest = min(probe.tokens.shape[1], policy.prompt_width + probe_tokens)
         probe = probe._replace(
             tokens=probe.tokens[:, :longest],
@@ -375,16 +225,16 @@ def make_update(
                 tokens = jnp.sum(mask, dtype=jnp.float32)
                 return mean * tokens, tokens
 
-            size = _turn_size(probe.tokens.shape[0], micro_batch)
-            total, tokens = _over_micro_batches(of_rows, probe, size, (jnp.zeros(()), jnp.zeros(())))
+            size = turn_size(probe.tokens.shape[0], micro_batch)
+            total, tokens = over_micro_batches(of_rows, probe, size, (jnp.zeros(()), jnp.zeros(())))
             return total / jnp.maximum(tokens, 1.0)
 
         exact = looped._replace(model=looped.model.replace(compute_dtype="float32"))
-        checked = _take(probe, jnp.arange(check_responses))
+        checked = take(probe, jnp.arange(check_responses))
 
         def check_hidden(train: Tree) -> Float[Array, "r c d"]:
-            params, size = merge(train, frozen), _turn_size(check_responses, micro_batch)
-            turns = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in _row_fields(checked).items()}
+            params, size = merge(train, frozen), turn_size(check_responses, micro_batch)
+            turns = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in row_fields(checked).items()}
             found = jax.lax.map(lambda rows: exact.hidden_head(params, checked._replace(**rows)).hidden, turns)
             return found.reshape(-1, *found.shape[2:])
 

@@ -13,9 +13,11 @@ from logra_jax import optim
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig
 from logra_jax.optim import twin
+from logra_jax.rl.batch import Batch
 from logra_jax.rl.loss import LossSettings
+from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.rollout import attention_mask
-from logra_jax.rl.update import Batch, Policy, TrainState, make_score, make_update
+from logra_jax.rl.update import TrainState, make_update
 
 PROMPT, NEW, VOCAB, ROWS, RANK, SEED, TEMPERATURE = 5, 7, 30, 8, 4, 3, 0.8
 CONFIG = {

@@ -8,9 +8,11 @@ from logra_jax import optim
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig, layers
 from logra_jax.rl import loss
+from logra_jax.rl.batch import Batch
 from logra_jax.rl.loss import LossSettings
 from logra_jax.rl.packing import Packing
-from logra_jax.rl.update import Batch, Policy, TrainState, make_update
+from logra_jax.rl.policy import Policy
+from logra_jax.rl.update import TrainState, make_update
 
 DEVICES, FLOAT = 8, 4
 

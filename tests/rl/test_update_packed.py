@@ -9,10 +9,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from logra_jax import optim
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.rl.batch import Batch
 from logra_jax.rl.loss import LossSettings, policy_loss, token_weights
 from logra_jax.rl.packing import Packing, pack, read_slots
+from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.rollout import completion_mask
-from logra_jax.rl.update import Batch, Policy, TrainState, make_score, make_update
+from logra_jax.rl.update import TrainState, make_update
 
 PROMPT, NEW, VOCAB, ROWS = 5, 7, 30, 8
 CONFIG = {  # tied, with biases
