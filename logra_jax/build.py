@@ -65,6 +65,8 @@ def choose_attention(config: Config, shape: ModelConfig, device: Any) -> str:
     wanted = config.model.attention
     if wanted == "blocked" or config.model.compute_dtype != "bfloat16":
         return "blocked"
+    if config.loss.token_budget:  # several answers in a row, which cuDNN would let see each other
+        return "blocked"
     reason = why_not_cudnn(shape, device)
     if reason is not None and wanted == "cudnn":
         raise UserError(f"model.attention=cudnn: {reason}; set model.attention=auto or blocked")

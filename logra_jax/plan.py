@@ -82,8 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     attention = build.choose_attention(config, shape, devices[0])
     if attention == "cudnn":
         reserve += footprint.attention_workspace(config, shape, count // config.mesh.tensor) / GIB
-    elif by_gpu and config.model.attention == "auto" and config.model.compute_dtype == "bfloat16":
-        print(NO_CUDNN.format(reason=why_not_cudnn(shape, devices[0])), file=sys.stderr)
+    elif (
+        by_gpu
+        and config.model.attention == "auto"
+        and config.model.compute_dtype == "bfloat16"
+        and (reason := why_not_cudnn(shape, devices[0])) is not None
+    ):
+        print(NO_CUDNN.format(reason=reason), file=sys.stderr)
 
     def plan(config: Config, rollout: int | None = None) -> Plan:
         found = footprint.measure(config, shape, vocab_size, devices, rollout is None)

@@ -332,6 +332,11 @@ def _check_token_budget(config: Config) -> None:
         raise UserError(
             f"loss.token_budget={budget} and loss.micro_batch={micro} exclude each other: set one of them to 0"
         )
+    if budget and config.model.attention == "cudnn":
+        raise UserError(
+            f"model.attention=cudnn cannot keep apart the answers that loss.token_budget={budget} puts in one row: "
+            "set model.attention=auto (or blocked), or loss.token_budget=0 and loss.micro_batch"
+        )
     if 0 < budget < prompt + answer:
         raise UserError(
             f"loss.token_budget={budget} is less than the longest answer with its prompt (data.max_prompt_length="

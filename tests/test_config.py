@@ -189,6 +189,7 @@ TOGETHER = [
     (["loss.micro_batch=48"], ["loss.micro_batch=48", "128 answers", "rollout.prompts=16"]),
     (["loss.micro_batch=256"], ["loss.micro_batch=256", "128 answers"]),
     (["loss.token_budget=4096", "loss.micro_batch=8"], ["loss.token_budget=4096 and loss.micro_batch=8 exclude"]),
+    (["loss.token_budget=4096", "model.attention=cudnn"], ["model.attention=cudnn", "loss.token_budget=4096"]),
     (["loss.token_budget=2047"], ["loss.token_budget=2047", "rollout.max_new_tokens=1024 = 2048"]),
     (["kl.probe_responses=129"], ["kl.probe_responses=129", "128 answers"]),
     (["kl.check_responses=129"], ["kl.check_responses=129", "128 answers"]),

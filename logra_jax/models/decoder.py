@@ -149,7 +149,7 @@ class CausalLM:
             real = jnp.ones((batch, time), jnp.bool_)
         else:
             real = jnp.asarray(attention_mask, jnp.bool_)
-        front = Front(real) if self.attention == "cudnn" and cache is None else None
+        front = Front(real) if self.attention == "cudnn" and cache is None and segments is None else None
         if front is not None:
             input_ids, real = front.move(jnp.asarray(input_ids)), front.real
         counted = jnp.cumsum(real.astype(jnp.int32), axis=1)
@@ -166,7 +166,7 @@ class CausalLM:
 
         graphs = _parts(self.config, self.mesh).graphs
         x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
-        sight = Sight(valid, offset, segments, reach, None if front is None else front.lengths)
+        sight = Sight(valid, offset, segments, reach, lengths=None if front is None else front.lengths)
         x, kv = self._layers(params["layers"], x, positions, sight, kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:

@@ -209,6 +209,7 @@ def make_update(
             lengths=jnp.minimum(probe.lengths, longest - policy.prompt_width),
         )
         probe_mask = completion_mask(probe.lengths, longest - policy.prompt_width)
+        limit = micro_batch if batch.packing is None else batch.packing.source.shape[1]  # rows alive at a time
         # Small passes: compiling their layers one by one would cost more than running them faster saves. In forward
         # mode and in float32, cuDNN has no attention.
         looped = policy._replace(model=policy.model.replace(scan_unroll=1, attention="blocked"))
@@ -225,7 +226,7 @@ def make_update(
                 tokens = jnp.sum(mask, dtype=jnp.float32)
                 return mean * tokens, tokens
 
-            size = turn_size(probe.tokens.shape[0], micro_batch)
+            size = turn_size(probe.tokens.shape[0], limit)
             total, tokens = over_micro_batches(of_rows, probe, size, (jnp.zeros(()), jnp.zeros(())))
             return total / jnp.maximum(tokens, 1.0)
 
@@ -233,7 +234,7 @@ def make_update(
         checked = take(probe, jnp.arange(check_responses))
 
         def check_hidden(train: Tree) -> Float[Array, "r c d"]:
-            params, size = merge(train, frozen), turn_size(check_responses, micro_batch)
+            params, size = merge(train, frozen), turn_size(check_responses, limit)
             turns = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in row_fields(checked).items()}
             found = jax.lax.map(lambda rows: exact.hidden_head(params, checked._replace(**rows)).hidden, turns)
             return found.reshape(-1, *found.shape[2:])
