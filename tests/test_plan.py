@@ -207,9 +207,7 @@ def test_what_cannot_be_compiled_is_said_and_does_not_fit(settings, on_cpu, monk
         raise jax.errors.JaxRuntimeError("INTERNAL: no tile sizes\nmore")
 
     monkeypatch.setattr("jax.stages.Lowered.compile", refuses)
-    with pytest.raises(
-        UserError, match=r"cannot compile .*: INTERNAL: no tile sizes\. Another"
-    ):
+    with pytest.raises(UserError, match=r"cannot compile .*: INTERNAL: no tile sizes\. Another"):
         plan.main(["--gpus", "1", *settings])
 
     def fits(config):
