@@ -197,7 +197,14 @@ def attention_workspace(config: Config, shape: ModelConfig, fsdp: int) -> int:
 
 
 def _compile(function: Any, *arguments: Any) -> Any:
-    return function.lower(*arguments).compile()
+    lowered = function.lower(*arguments)
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:  # some sizes are beyond XLA
+        raise UserError(
+            f"XLA cannot compile a program of these sizes: {str(error).splitlines()[0][:200]}. Another "
+            "loss.micro_batch, data.max_prompt_length or rollout.max_new_tokens may do"
+        ) from error
 
 
 def total(memory: Any) -> int:

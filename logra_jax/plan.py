@@ -329,8 +329,17 @@ def search(config: Config, count: int, fits: Callable[[Config], bool], shape: Mo
     found: dict[str, int | None] = {}
     for key, (values, changed) in settings.items():
         print(f"searching {key} ...", file=sys.stderr, flush=True)
-        found[key] = largest_fitting(values, lambda value, changed=changed: fits(changed(value)))  # type: ignore[misc]
+        found[key] = largest_fitting(values, lambda value, changed=changed: _fits(fits, changed(value)))  # type: ignore[misc]
     return found
+
+
+def _fits(fits: Callable[[Config], bool], config: Config) -> bool:
+    """Whether it fits; sizes that cannot be compiled do not."""
+    try:
+        return fits(config)
+    except UserError as error:
+        print(f"note: counted as not fitting: {error}", file=sys.stderr)
+        return False
 
 
 def largest_fitting(values: Sequence[int], fits: Callable[[int], bool]) -> int | None:

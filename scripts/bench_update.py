@@ -128,8 +128,9 @@ def measure(
             if name != "lora":  # whose products are not those of the formula
                 found |= layer_flops(config, shape)
             found |= phases(config, parts_of, runner, found["update_ms"], repeats)
-    except jax.errors.JaxRuntimeError as error:
-        found["error"] = "out of memory" if fit.ran_out(error) else str(error).splitlines()[0][:200]
+    except (jax.errors.JaxRuntimeError, UserError) as error:
+        cause = error.__cause__ or error  # a program that cannot be compiled is a UserError
+        found["error"] = "out of memory" if fit.ran_out(cause) else str(cause).splitlines()[0][:200]
     return found
 
 

@@ -241,6 +241,24 @@ def test_search_tries_what_the_run_allows():
     }
 
 
+def test_what_cannot_be_compiled_is_said_and_does_not_fit(settings, on_cpu, monkeypatch, capsys):
+    def refuses(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no tile sizes\nmore")
+
+    monkeypatch.setattr("jax.stages.Lowered.compile", refuses)
+    with pytest.raises(UserError, match=r"cannot compile .*: INTERNAL: no tile sizes\. Another"):
+        plan.main(["--gpus", "1", *settings])
+
+    def fits(config):
+        if config.loss.micro_batch == 2:
+            raise UserError("no tiles")
+        return config.loss.micro_batch < 2
+
+    config = load_config(None, settings)
+    assert plan.search(config, 1, fits, read_model_config(config))["loss.micro_batch"] == 1
+    assert "counted as not fitting: no tiles" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", ["1.5b", "7b"])
 def test_the_recipe_of_the_paper(size):
     config = load_config(ROOT / f"configs/paper/qwen2.5-math-{size}.yaml")
