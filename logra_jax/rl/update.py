@@ -32,6 +32,7 @@ from logra_jax.rl.batch import (
     over_micro_batches,
     over_packed_rows,
     padding_share,
+    row_fields,
     take,
     turn_size,
     valid_tokens,
