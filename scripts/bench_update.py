@@ -204,6 +204,8 @@ class Runner:
         import jax
         import numpy as np
 
+        from logra_jax.rl.packing import pack
+
         shapes, rng = parts.batch(), np.random.default_rng(0)
         rows, width = shapes.rollout_logprobs.shape
         values = {
@@ -215,8 +217,16 @@ class Runner:
             "probe": np.arange(shapes.probe.size),
         }
         place = lambda x, leaf: jax.device_put(np.broadcast_to(x, leaf.shape).astype(leaf.dtype), leaf.sharding)
-        fields = {key: leaf for key, leaf in shapes._asdict().items() if leaf is not None}
-        return shapes._replace(**{key: place(values.get(key, 0), leaf) for key, leaf in fields.items()})
+        fields = {key: leaf for key, leaf in shapes._asdict().items() if leaf is not None and key != "packing"}
+        batch = shapes._replace(**{key: place(values.get(key, 0), leaf) for key, leaf in fields.items()})
+        if shapes.packing is None:
+            return batch
+        columns, (_, devices, row) = shapes.tokens.shape[1], shapes.packing.source.shape
+        packed = pack(
+            np.full(rows, columns - width), np.full(rows, width), np.ones(rows, bool),
+            prompt_width=columns - width, width=columns, row=row, devices=devices,
+        )  # fmt: skip
+        return batch._replace(packing=jax.tree.map(place, packed, shapes.packing))
 
 
 def random_leaf(key: Any, leaf: Any) -> Any:
