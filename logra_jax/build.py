@@ -4,19 +4,25 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from logra_jax import optim
+from logra_jax import distributed, optim
 from logra_jax.config import Config, check_paths, resolve_path
 from logra_jax.errors import UserError
 from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.models.flash import why_not_cudnn
 from logra_jax.models.hf import read_json
 from logra_jax.models.presets import PRESETS, differences
 from logra_jax.rl.loss import LossSettings
+from logra_jax.rl.packing import Packing, row_width
+from logra_jax.rl.policy import Policy
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
-from logra_jax.rl.update import Policy, TrainState, make_update
+from logra_jax.rl.shared_grading import SharedGrader
+from logra_jax.rl.update import TrainState, make_update
 
 
 def check_files(config: Config, *, trains: bool) -> None:
@@ -51,6 +57,22 @@ def read_model_config(config: Config) -> ModelConfig:
     return shape
 
 
+def choose_attention(config: Config, shape: ModelConfig, device: Any) -> str:
+    """How training passes attend on such a device, "cudnn" or "blocked". UserError if cuDNN is asked for in vain.
+
+    device: one of this process, or the description of one.
+    """
+    wanted = config.model.attention
+    if wanted == "blocked" or config.model.compute_dtype != "bfloat16":
+        return "blocked"
+    if config.loss.token_budget:  # several answers in a row, which cuDNN would let see each other
+        return "blocked"
+    reason = why_not_cudnn(shape, device)
+    if reason is not None and wanted == "cudnn":
+        raise UserError(f"model.attention=cudnn: {reason}; set model.attention=auto or blocked")
+    return "blocked" if reason is not None else "cudnn"
+
+
 def check_split(config: Config, fsdp: int) -> None:
     """Refuse numbers of rows that the devices cannot share evenly. Raises UserError."""
     for name, count in (("rollout.prompts", config.rollout.prompts), ("loss.micro_batch", config.loss.micro_batch)):
@@ -65,13 +87,14 @@ def check_split(config: Config, fsdp: int) -> None:
 def make_grader(config: Config) -> Grader:
     """The reward; a context manager whose end is that of the grading processes."""
     reward = config.reward
-    return make_reward(
+    grader = make_reward(
         reward.kind,
         answer_column=config.data.answer_column,
         timeout_s=reward.timeout_s,
         workers=reward.workers,
         pattern=reward.pattern,
     )
+    return grader if distributed.alone() else SharedGrader(grader)
 
 
 def read_prompts(config: Config, path: str, tokenizer: Any, vocab_size: int) -> PromptSet:
@@ -109,21 +132,47 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def make_spec(config: Config, model: CausalLM) -> optim.SketchSpec:
-    """Which weights are sketched, or, for dense optimizers, are meant by `others: frozen`."""
+    """Which weights are sketched, projected or adapted, or, for adamw, not meant by `others`. Raises UserError."""
     settings = config.optimizer
     targets = {} if settings.targets is None else {"targets": settings.targets}
-    return optim.SketchSpec(
-        rank=settings.rank if settings.name == "logra" else 1,  # nothing is sketched otherwise
+    spec = optim.SketchSpec(
+        rank=1 if settings.name == "adamw" else settings.rank,  # nothing is of low rank there
         seed=settings.sketch_seed,
         distribution=settings.distribution,
         refresh=settings.refresh,
         names=model.weight_names(),
         **targets,
     )
+    for path, matrix in spec.matrices(model.abstract_params()).items():
+        if settings.name == "lora" and not path.startswith("layers/"):
+            raise UserError(
+                f"optimizer.name=lora: {matrix.names[0]} is no projection of a layer, and adapters are for those: "
+                "leave it out of optimizer.targets"
+            )
+    return spec
+
+
+def split(config: Config, spec: optim.SketchSpec, params: Any) -> tuple[Any, Any]:
+    """(train, frozen), to be merged again by `optim.merge`: what an update changes of all parameters, and the rest."""
+    if config.optimizer.name == "lora":
+        return optim.split_adapters(params)
+    return spec.split(params, dense=densely_trained(config))
+
+
+def check_adapters(config: Config, params: Any) -> None:
+    """Refuse adapters whose factor is not that of the settings. Raises UserError."""
+    settings = config.optimizer
+    wanted = optim.adapter_scale(settings.rank, settings.lora_alpha)
+    for node in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, optim.LoraKernel)):
+        if isinstance(node, optim.LoraKernel) and (found := float(jnp.ravel(node.scale)[0])) != jnp.float32(wanted):
+            raise UserError(
+                f"optimizer.lora_alpha={settings.lora_alpha} makes the adapters count {wanted}, but those of the "
+                f"checkpoint were trained to count {found}: set optimizer.lora_alpha={found * settings.rank:g}"
+            )
 
 
 def densely_trained(config: Config) -> tuple[str, ...]:
-    """Regexes of the weights that are trained without being sketched: argument `dense` of `spec.split`."""
+    """Regexes of the weights that are trained although no target: argument `dense` of `spec.split`."""
     return (r".*",) if config.optimizer.others == "adamw" else ()
 
 
@@ -135,15 +184,20 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
     clip = optax.identity()
     if settings.max_grad_norm is not None:
         clip = optax.clip_by_global_norm(settings.max_grad_norm)
-    if settings.name == "adamw":
-        b1 = 0.9 if settings.b1 is None else settings.b1
-        tx = optim.in_float32(optax.adamw(schedule, b1, settings.b2, settings.eps, weight_decay=settings.weight_decay))
-        link = optax.identity() if budget is None else optim.scale_by_predicted_kl(budget, kl.alpha_max)
-        return optim.guard_nonfinite(optax.chain(clip, tx, link))
     dense = None
     if settings.others == "adamw":
         rate = settings.others_learning_rate
         dense = optim.in_float32(optax.adamw(schedule if rate is None else rate, 0.9, settings.b2, settings.eps))
+    if settings.name != "logra":
+        b1 = 0.9 if settings.b1 is None else settings.b1
+        numbers = {"b1": b1, "b2": settings.b2, "eps": settings.eps, "weight_decay": settings.weight_decay}
+        if settings.name == "galore":
+            interval, scale = settings.projection_interval, settings.galore_scale
+            tx = optim.stacked_galore(spec, schedule, interval=interval, scale=scale, dense=dense, **numbers)
+        else:
+            tx = optim.in_float32(optax.adamw(schedule, **numbers))
+        link = optax.identity() if budget is None else optim.scale_by_predicted_kl(budget, kl.alpha_max)
+        return optim.guard_nonfinite(optax.chain(clip, tx, link))
     by_ratio = settings.update_ratio is not None
     tx = optim.logra(
         spec,
@@ -181,6 +235,18 @@ def state_layout(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), train)
     mismatch: Any = jax.ShapeDtypeStruct((), "float32", sharding=everywhere)
     return TrainState(shapes, opt_state, mismatch, shapes if residual else None), TrainState(*places)
+
+
+def abstract_packing(config: Config, mesh: jax.sharding.Mesh, prompt_width: int) -> Packing | None:
+    """Shapes and places of the packing of a batch; None where every answer has its own row."""
+    budget, fsdp = config.loss.token_budget, mesh.shape["fsdp"]
+    if not budget:
+        return None
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "fsdp"), ()))
+    row = row_width(budget, prompt_width + config.rollout.max_new_tokens)
+    source: Any = jax.ShapeDtypeStruct((config.rollout.rows // fsdp, fsdp, row), "int32", sharding=rows)
+    passes: Any = jax.ShapeDtypeStruct((), "int32", sharding=whole)
+    return Packing(source, passes)
 
 
 def make_sampler(

@@ -7,6 +7,9 @@
 
 A step is written under the name `.partial`, summed, and renamed, so a folder named by a number has once been
 complete. What a disk loses or changes afterwards is found by its checksum when the step is read.
+
+Of several processes, which share the folder and call everything here together, each writes and reads the arrays
+of its own devices, and process 0 does all the rest.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
+from logra_jax import distributed
 from logra_jax.errors import UserError
 
 STATE, META, SUMS = "state", "meta.json", "checksums.json"
@@ -59,11 +63,16 @@ class Checkpoints:
         self._folder = Path(folder).absolute()
         self._keep, self._keep_best, self._async, self._report = keep, keep_best, async_, report
         self._writer: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: UserError | None = None
+        self._unchecked = False  # whether a save may have failed in some process
+        self._writes = distributed.first()
         # Folders are made before save() returns: if made in the background, a program that ends
         # right after save() could hang, since Orbax would wait for folders that nobody makes any more.
         options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
+        distributed.on_first(self._make_folder)
+
+    def _make_folder(self) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -78,17 +87,29 @@ class Checkpoints:
         written; earlier steps are untouched then.
         """
         self.wait()
-        if (self._folder / str(step)).exists():
-            return
         partial = self._folder / f"{step}{PARTIAL}"
         note = {"step": step, "score": score, "meta": meta}
+
+        def begin() -> bool:
+            if (self._folder / str(step)).exists():
+                return False
+            try:
+                partial.mkdir()
+                (partial / META).write_text(json.dumps(note, indent=1), encoding="utf-8")
+            except OSError as error:
+                raise self._write_error(step, partial, error) from error
+            return True
+
+        if not distributed.on_first(begin):
+            return
+        failed = None
         try:
-            partial.mkdir()
-            (partial / META).write_text(json.dumps(note, indent=1), encoding="utf-8")
             self._orbax.save(partial / STATE, args=ocp.args.PyTreeSave(flatten(state)))
         except (OSError, ValueError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise self._write_error(step, error) from error
+            failed = self._write_error(step, partial, error)
+            failed.__cause__ = error
+        distributed.agree(failed)
+        self._unchecked = True
         self._writer = threading.Thread(target=self._finish, args=(step, partial), name=f"checkpoint {step}")
         self._writer.start()
         if not self._async:
@@ -96,16 +117,18 @@ class Checkpoints:
 
     def _finish(self, step: int, partial: Path) -> None:
         try:
-            self._orbax.wait_until_finished()
-            _write_sums(partial)
-            partial.rename(self._folder / str(step))
-            _sync(self._folder)
-            self._evict()
+            self._orbax.wait_until_finished()  # for all processes
+            if self._writes:
+                _write_sums(partial)
+                partial.rename(self._folder / str(step))
+                _sync(self._folder)
+                self._evict()
         except BaseException as error:  # raised again by the next call from the training loop
-            shutil.rmtree(partial, ignore_errors=True)  # its space is what the next attempt may need
-            self._error = self._write_error(step, error)
+            self._error = self._write_error(step, partial, error)
 
-    def _write_error(self, step: int, error: BaseException) -> UserError:
+    def _write_error(self, step: int, partial: Path, error: BaseException) -> UserError:
+        """What to raise; deletes what has been written, for its space is what the next attempt may need."""
+        shutil.rmtree(partial, ignore_errors=True)
         return UserError(
             f"the checkpoint of step {step} could not be written to {self._folder}: {error}. "
             "Earlier checkpoints are untouched"
@@ -126,12 +149,18 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Return once the last save is complete. Raises UserError if it failed."""
+        error = self._join()
+        if self._unchecked:
+            self._unchecked = False
+            distributed.agree(error)
+
+    def _join(self) -> UserError | None:
+        """The error of the last save, once it has ended in this process."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        error, self._error = self._error, None
+        return error
 
     def restore(self, template: Any) -> Restored | None:
         """The newest undamaged step, in structure, dtypes and shardings of `template`; None without a step.
@@ -141,8 +170,16 @@ class Checkpoints:
         Raises UserError if all are damaged, or if leaves, shapes or dtypes are not those of the template.
         """
         self.wait()
-        if not steps(self._folder):
+        step = distributed.on_first(self._choose)
+        if step < 0:
             return None
+        folder = self._folder / str(step)
+        return Restored(step, _read(folder, template, self._orbax), read_note(folder)["meta"])
+
+    def _choose(self) -> int:
+        """The step to restore, -1 without one; sets damaged ones aside."""
+        if not steps(self._folder):
+            return -1
         step, problems = newest_good(self._folder)
         for number, problem in problems:
             self._report(f"checkpoint {self._folder / str(number)} is damaged and set aside: {problem}")
@@ -151,13 +188,14 @@ class Checkpoints:
             (self._folder / str(number)).rename(aside)
         if problems:
             self._report(f"going on from step {step}, the newest good checkpoint")
-        folder = self._folder / str(step)
-        return Restored(step, _read(folder, template, self._orbax), read_note(folder)["meta"])
+        return step
 
     def close(self) -> None:
         """Finish what is being written and end Orbax's threads."""
         try:
-            self.wait()
+            # Without the others, which may not come here: a run that ends well has waited already.
+            if (error := self._join()) is not None:
+                raise error
         finally:
             self._orbax.close()
 

@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from logra_jax import distributed
 from logra_jax.config import Config, format_help, load_config
 from logra_jax.errors import UserError
+from logra_jax.signals import StopFlag
+from logra_jax.watchdog import Watchdog
 
-EXIT_USER_ERROR = 2
+MEMORY_FRACTION = 0.95  # the rest is for the context of the GPU and buffers of communication
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,52 @@ def run(main: Callable[[], int]) -> None:
     try:
         code = main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = EXIT_USER_ERROR
+        whose = "" if distributed.alone() else f"process {distributed.number()}: "
+        print(f"error: {whose}{error}", file=sys.stderr)
+        code = distributed.USER_ERROR
+        distributed.leave(None, code)
+    except Exception as error:
+        distributed.leave(error, distributed.FAILED)
+        raise
+    except SystemExit:  # rich, when nobody reads the output any more
+        distributed.leave(None, distributed.FAILED)
+        raise
     sys.exit(code)
+
+
+def begin(config: Config, member: distributed.Member | None, stop: StopFlag, watchdog: Watchdog) -> None:
+    """What a command does before it touches a device: meets the other processes of its run, if there are any.
+
+    From here on processes stop together, and only the first one writes to standard output.
+    """
+    quiet_libraries()
+    use_memory(config.mesh.memory_fraction)
+    settings = config.processes
+    distributed.join(member, join_s=settings.join_s, silent_s=settings.silent_s)
+    use_compilation_cache()
+
+    def agree(number: int) -> int:
+        watchdog.beat()
+        return distributed.largest(number)
+
+    stop.agree = agree
+    if not distributed.first():
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def quiet_libraries() -> None:
     """Keep the libraries' own reports of what is raised as an error anyway off the terminal."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax, on a full disk
+
+
+def use_memory(fraction: float | None) -> None:
+    """Let JAX take that share of each GPU, nearly all by default; to be called before it touches a device."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is what it was called before
+    if fraction is None and any(name in os.environ for name in names):
+        return
+    for name in names:
+        os.environ.pop(name, None)  # JAX refuses to be given both
+    os.environ[names[0]] = str(MEMORY_FRACTION if fraction is None else fraction)
 
 
 def use_compilation_cache() -> None:

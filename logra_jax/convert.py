@@ -14,10 +14,11 @@ import argparse
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from logra_jax import cli
+from logra_jax import cli, distributed
 from logra_jax.config import load_config, resolve_path
 from logra_jax.errors import UserError
 
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="number format to write (default: float32 in checkpoints, the source's in Hugging Face folders)",
     )
     found = parser.parse_args(argv)
+    if distributed.find(os.environ) is not None:
+        raise UserError(f"convert is the work of one process: start it once, or with {distributed.COUNT}=1")
     src, dst = found.src.absolute(), found.dst.absolute()
     if not src.is_dir():
         raise UserError(f"SRC={found.src}: no such folder")
@@ -106,6 +109,7 @@ def _hf_to_checkpoint(src: Path, dst: Path, dtype: str) -> None:
 def _checkpoint_to_hf(src: Path, dst: Path, model_folder: Path | None, dtype: str | None) -> None:
     from logra_jax.checkpoint import read_arrays
     from logra_jax.models import save_hf
+    from logra_jax.optim import merge_adapters
 
     step = _find_step(src)
     origin = _find_origin(step, model_folder)
@@ -114,7 +118,8 @@ def _checkpoint_to_hf(src: Path, dst: Path, model_folder: Path | None, dtype: st
     if not flat:
         raise UserError(f"{step}: holds no {PARAMS}: it is not a checkpoint of this software")
     rest = _nested(read_arrays(step, f"{RESIDUAL}."))
-    save_hf(model, _nested(flat), dst, dtype=dtype, overwrite=True, residual=rest)
+    params = merge_adapters(_with_kernels(_nested(flat)), dtype)
+    save_hf(model, params, dst, dtype=dtype, overwrite=True, residual=rest)
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +132,17 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
             node = node.setdefault(name, {})
         node[leaf] = array
     return tree
+
+
+def _with_kernels(node: Any) -> Any:
+    """The tree with adapted kernels, whose parts a checkpoint holds under their names, as nodes again."""
+    from logra_jax.optim import LoraKernel
+
+    if not isinstance(node, dict):
+        return node
+    if node.keys() == {field.name for field in fields(LoraKernel)}:
+        return LoraKernel(**node)
+    return {key: _with_kernels(inner) for key, inner in node.items()}
 
 
 def _find_step(src: Path) -> Path:

@@ -20,7 +20,8 @@ from logra_jax.errors import UserError
 from logra_jax.gpus import Target
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig
-from logra_jax.rl.update import Batch, Policy
+from logra_jax.rl.batch import Batch
+from logra_jax.rl.policy import Policy
 
 Tree = Any
 
@@ -70,7 +71,7 @@ def measure(
     vocab_size: tokens of the tokenizer. Raises UserError for a mesh that does not divide the model or the rows.
     """
     check_lengths(config, shape.max_position_embeddings)
-    parts = _Parts(config, shape, vocab_size, devices)
+    parts = Parts(config, shape, vocab_size, devices)
     updated = parts.update().memory_analysis()
     sampled = parts.rollout().memory_analysis() if rollout else None
     return Footprint(
@@ -79,14 +80,14 @@ def measure(
         gradients=parts.gradients(),
         temporaries=updated.temp_size_in_bytes,
         kv_cache=parts.kv_cache(),
-        update=_total(updated),
-        rollout=_total(sampled) if sampled is not None else 0,
+        update=total(updated),
+        rollout=total(sampled) if sampled is not None else 0,
         reference=_bytes(parts.train) if config.loss.reference_kl else 0,
     )
 
 
-class _Parts:
-    """The abstract counterparts of what a `Run` holds."""
+class Parts:
+    """The abstract counterparts of what a `Run` holds: shapes with shardings, and the programs they go into."""
 
     def __init__(self, config: Config, shape: ModelConfig, vocab_size: int, devices: Sequence[Any]):
         self.config, self.vocab_size = config, vocab_size
@@ -95,16 +96,26 @@ class _Parts:
         self.rows = batch_sharding(self.mesh)
         self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         # Short stacks are unrolled on a CPU only, which these devices are not meant to be.
-        self.model = CausalLM(shape, settings.compute_dtype, settings.remat, scan_unroll=1, mesh=self.mesh)
+        self.model = CausalLM(
+            shape,
+            settings.compute_dtype,
+            settings.remat,
+            build.choose_attention(config, shape, devices[0]),
+            scan_unroll=1,
+            mesh=self.mesh,
+        )
         shapes = self.model.abstract_params()
         places = shardings(self.mesh, self.model.logical_axes(), shapes)
         build.check_split(config, self.mesh.shape["fsdp"])
-        self.params = jax.tree.map(lambda x, place: self._array(x.shape, x.dtype, place), shapes, places)
+        params = jax.tree.map(lambda x, place: self._array(x.shape, x.dtype, place), shapes, places)
         self.spec = build.make_spec(config, self.model)
-        train, frozen = self.spec.split(self.params, dense=build.densely_trained(config))
+        train, frozen = build.split(config, self.spec, params)
         self.train = jax.tree.map(lambda x: self._array(x.shape, settings.param_dtype, x.sharding), train)
         # Weights that never change are kept in the precision they are computed with.
         self.frozen = jax.tree.map(lambda x: self._array(x.shape, settings.compute_dtype, x.sharding), frozen)
+        if config.optimizer.name == "lora":
+            adapted = optim.adapter_shapes(optim.merge(self.train, self.frozen), self.spec)
+            self.train, self.frozen = build.split(config, self.spec, adapted)
         self.tx = build.make_optimizer(config, self.spec)
         self.state, self.state_shardings = build.state_layout(
             self.tx, self.train, self.everywhere, build.rounding(config)
@@ -119,12 +130,12 @@ class _Parts:
         """Widths of prompts, at their longest, and of answers."""
         return self.config.data.max_prompt_length, self.config.rollout.max_new_tokens
 
-    def update(self) -> Any:
-        """The compiled update."""
+    def batch(self) -> Batch:
+        """The rows of one update, at full length."""
         config, array, rows = self.config, self._array, self.rows
         count, (prompt, answer) = config.rollout.rows, self._widths
         logprobs = array((count, answer), "float32", rows)
-        batch = Batch(
+        return Batch(
             tokens=array((count, prompt + answer), "int32", rows),
             prompt_lengths=array((count,), "int32", rows),
             lengths=array((count,), "int32", rows),
@@ -132,14 +143,19 @@ class _Parts:
             valid=array((count,), "bool", rows),
             advantages=array((count,), "float32", rows),
             rollout_logprobs=logprobs,
-            probe=array((config.kl.probe_responses,), "int32", self.everywhere),
+            probe=array((min(config.kl.probe_responses, count),), "int32", self.everywhere),
             check=array((), "bool", self.everywhere),
             old_logprobs=logprobs if config.loss.updates_per_batch > 1 else None,
             ref_logprobs=logprobs if config.loss.reference_kl else None,
+            packing=build.abstract_packing(config, self.mesh, prompt),
         )
-        policy = Policy(self.model, self.vocab_size, config.rollout.temperature, prompt)
+
+    def update(self) -> Any:
+        """The compiled update."""
+        config = self.config
+        policy = Policy(self.model, self.vocab_size, config.rollout.temperature, self._widths[0])
         update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
-        return _compile(update, self.state, self.frozen, batch)
+        return _compile(update, self.state, self.frozen, self.batch())
 
     def rollout(self) -> Any:
         """The compiled sampling of one batch of answers."""
@@ -173,11 +189,26 @@ class _Parts:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.k, cache.v))
 
 
+def attention_workspace(config: Config, shape: ModelConfig, fsdp: int) -> int:
+    """Bytes per device, an estimate: cuDNN's backward pass adds up the gradient of the queries in float32."""
+    rows = (config.loss.micro_batch or config.rollout.rows) // fsdp
+    tokens = config.data.max_prompt_length + config.rollout.max_new_tokens
+    return 4 * rows * tokens * shape.q_size // config.mesh.tensor
+
+
 def _compile(function: Any, *arguments: Any) -> Any:
-    return function.lower(*arguments).compile()
+    lowered = function.lower(*arguments)
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:  # some sizes are beyond XLA
+        raise UserError(
+            f"XLA cannot compile a program of these sizes: {str(error).splitlines()[0][:200]}. Another "
+            "loss.micro_batch, data.max_prompt_length or rollout.max_new_tokens may do"
+        ) from error
 
 
-def _total(memory: Any) -> int:
+def total(memory: Any) -> int:
+    """Bytes per device of a compiled program, from its `memory_analysis()`."""
     sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return sizes - memory.alias_size_in_bytes
 
@@ -189,19 +220,24 @@ def _bytes(tree: Tree) -> int:
 
 
 def with_optimizer(config: Config, name: str) -> Config:
-    """The run as configured if that is its optimizer, else the paper's other one on the same weights.
+    """The run as configured if that is its optimizer, else another one on the same weights.
 
-    The dense control is AdamW at 1e-6 without KL control; LoGRA takes steps of 6e-5 of the weights.
+    LoGRA takes steps of 6e-5 of the weights, the others have a learning rate and no KL control. LoRA's weights
+    are frozen, and so not kept as model.param_dtype says.
     """
     if config.optimizer.name == name:
         return config
-    change = functools.partial(dataclasses.replace, config.optimizer, name=name, b1=None)
+    change = functools.partial(dataclasses.replace, config.optimizer, name=name, b1=None, lora_alpha=None)
     if name == "logra":
         dense_rate = config.optimizer.learning_rate if config.optimizer.others == "adamw" else None
         return dataclasses.replace(
             config, optimizer=change(update_ratio=6e-5, learning_rate=None, others_learning_rate=dense_rate)
         )
-    optimizer = change(update_ratio=None, learning_rate=1e-6, others_learning_rate=None)
-    return dataclasses.replace(
-        config, optimizer=optimizer, kl=dataclasses.replace(config.kl, control=False, check_every=0)
-    )
+    optimizer, model = change(update_ratio=None, learning_rate=1e-6, others_learning_rate=None), config.model
+    if model.remat == "projected":
+        model = dataclasses.replace(model, remat="full")
+    if name == "lora":
+        optimizer = dataclasses.replace(optimizer, others="frozen")
+        model = dataclasses.replace(model, param_dtype="float32", rounding=None)
+    kl = dataclasses.replace(config.kl, control=False, check_every=0)
+    return dataclasses.replace(config, optimizer=optimizer, model=model, kl=kl)

@@ -7,11 +7,13 @@ width and vocabulary. Axes are Auto: the compiler places whatever is not stated 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from logra_jax.errors import UserError
@@ -70,6 +72,11 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = Non
             f"mesh fsdp={fsdp} x tensor={tensor} needs {fsdp * tensor} devices, there are {len(present)}; "
             f"choose sizes whose product is at most {len(present)}"
         )
+    if devices is None and jax.process_count() > 1 and fsdp * tensor < len(present):
+        raise UserError(
+            f"mesh fsdp={fsdp} x tensor={tensor} leaves devices idle, but {jax.process_count()} processes have "
+            f"{len(present)} together and all have to take part: choose sizes whose product is {len(present)}"
+        )
     return jax.make_mesh(
         (fsdp, tensor),
         ("fsdp", "tensor"),
@@ -123,6 +130,31 @@ def batch_sharding(mesh: Mesh, rows: int | None = None) -> NamedSharding:
             f"or fsdp from {_divisors(rows)}"
         )
     return NamedSharding(mesh, PartitionSpec("fsdp"))
+
+
+def place(
+    shape: tuple[int, ...], read: Callable[[Any], np.ndarray], sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+    """An array of `shape` on devices. `read` gives a part of it by slices; of several processes each reads its own."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(read(tuple(slice(None) for _ in shape)), sharding)
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+def place_array(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A host array, which all processes hold, on devices."""
+    return place(array.shape, array.__getitem__, sharding)
+
+
+def fetch(tree: Any) -> Any:
+    """Arrays as numpy, whole, on the host. What lies on devices of several processes they have to fetch together."""
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return multihost_utils.process_allgather(leaf, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))
 
 
 def _is_names(node: Any) -> bool:

@@ -126,6 +126,15 @@ class MetricsWriter:
             self.draw()
 
 
+class NoMetrics:
+    """Takes the place of a MetricsWriter where another process writes."""
+
+    def write(self, row: Mapping[str, Any]) -> None: ...
+    def show_samples(self, step: int, rows: Iterable[tuple[str, str, float]]) -> None: ...
+    def draw(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Board:
     """TensorBoard events, one file per start of a run.
 

@@ -1,6 +1,6 @@
 """python -m logra_jax.plan: does a run fit on some GPUs, which need not be present, and what takes the memory.
 
-The compiler's own account of the trainer's update and rollout, for LoGRA and for AdamW on the same weights. It
+The compiler's own account of the trainer's update and rollout, for every optimizer on the same weights. It
 takes the settings of a training run; model.preset stands in for a model that has not been fetched, and data
 files are not read: prompts count at data.max_prompt_length. Compiling for a GPU needs the extra `plan`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from logra_jax.footprint import Footprint
     from logra_jax.models import ModelConfig
 
-OPTIMIZERS = ("logra", "adamw")
+OPTIMIZERS = ("logra", "adamw", "galore", "lora")
 # What no compiler reports: the CUDA context with its libraries, and NCCL's buffers where devices talk.
 CONTEXT_GIB, COLLECTIVES_GIB = 0.75, 0.5
 
@@ -63,27 +63,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--search", action="store_true", help="find the largest settings that fit as well (minutes)")
     found = parser.parse_intermixed_args(argv)
     config, target = load_config(found.config, found.settings), find_gpu(found.gpu)
+    if config.model.attention == "cudnn":  # where it cannot be compiled here, the other one is planned
+        config = replace(config, model=replace(config.model, attention="auto"))
     count = found.gpus if found.gpus is not None else max(config.mesh.fsdp, 1) * config.mesh.tensor
     _check_count(config, count)
 
     by_gpu = has_compiler()
     if not by_gpu:
         print(NO_COMPILER, file=sys.stderr)
-    _prepare_jax(count)
+    prepare_jax(count)
     from logra_jax import build, footprint
+    from logra_jax.models.flash import why_not_cudnn
 
     shape = build.read_model_config(config)
     vocab_size = _vocabulary(config, shape)
     devices = footprint.absent_gpus(target, count) if by_gpu else _cpu_devices(count)
     reserve = CONTEXT_GIB + (COLLECTIVES_GIB if count > 1 else 0.0)
+    attention = build.choose_attention(config, shape, devices[0])
+    if attention == "cudnn":
+        reserve += footprint.attention_workspace(config, shape, count // config.mesh.tensor) / GIB
+    elif (
+        by_gpu
+        and config.model.attention == "auto"
+        and config.model.compute_dtype == "bfloat16"
+        and (reason := why_not_cudnn(shape, devices[0])) is not None
+    ):
+        print(NO_CUDNN.format(reason=reason), file=sys.stderr)
 
-    def plan(config: Config) -> Plan:
-        return Plan(footprint.measure(config, shape, vocab_size, devices), target.memory / GIB, reserve)
+    def plan(config: Config, rollout: int | None = None) -> Plan:
+        found = footprint.measure(config, shape, vocab_size, devices, rollout is None)
+        return Plan(found if rollout is None else replace(found, rollout=rollout), target.memory / GIB, reserve)
 
-    plans = {}
+    plans: dict[str, Plan] = {}
     for name in OPTIMIZERS:
         print(f"compiling {name} ...", file=sys.stderr, flush=True)
-        plans[name] = plan(footprint.with_optimizer(config, name))
+        # Sampling is one program whatever trains the weights, unless they have adapters.
+        known = None if name == "lora" or not plans else plans["logra"].footprint.rollout
+        plans[name] = plan(footprint.with_optimizer(config, name), known)
     largest = search(config, count, lambda changed: plan(changed).fits, shape) if found.search else {}
     if found.json:
         entries = {name: as_json(name, one, by_gpu) for name, one in plans.items()}
@@ -91,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             entries[config.optimizer.name]["largest"] = largest
         print(json.dumps(entries))
         return 0
-    print(header(config, shape, target, count, by_gpu))
+    print(header(config, shape, target, count, by_gpu, attention))
     print(table(plans))
     print()
     for name, one in plans.items():
@@ -104,6 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 NO_COMPILER = (
     "note: there is no GPU compiler here, so this is an ESTIMATE from the same programs compiled for a CPU: weights "
     "and optimizer state are exact, temporaries are not. For the real figures: pip install 'logra-jax[plan]'"
+)
+
+NO_CUDNN = (
+    "note: planned with attention in blocks, which takes a little more memory than cuDNN's: {reason}. With the library "
+    "installed (pip install nvidia-cudnn-cu13) cuDNN's is planned"
 )
 
 
@@ -129,7 +150,7 @@ def _check_count(config: Config, count: int) -> None:
         )
 
 
-def _prepare_jax(count: int) -> None:
+def prepare_jax(count: int) -> None:
     """Settings that jax reads when it is first imported: compile only, touch no device, and enough fake ones."""
     if "jax" in sys.modules:
         return
@@ -183,19 +204,20 @@ def as_json(name: str, plan: Plan, by_gpu: bool) -> dict[str, Any]:
     return figures | {"fits": plan.fits, "compiled_for": "gpu" if by_gpu else "cpu (estimate)"}
 
 
-def header(config: Config, shape: ModelConfig, target: Target, count: int, by_gpu: bool) -> str:
+def header(config: Config, shape: ModelConfig, target: Target, count: int, by_gpu: bool, attention: str) -> str:
     """What is planned, for people."""
     model, rollout, optimizer = config.model, config.rollout, config.optimizer
     name = model.path or model.preset
-    micro = config.loss.micro_batch or rollout.rows
+    budget = config.loss.token_budget
+    passes = f"{budget} tokens per GPU" if budget else f"{config.loss.micro_batch or rollout.rows} answers"
     compiled = "compiled for these GPUs" if by_gpu else "ESTIMATE: compiled for a CPU"
     return (
         f"{name}: {shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {model.compute_dtype} compute, "
-        f"remat {model.remat}\n"
+        f"remat {model.remat}, attention {attention}\n"
         f"{count} x {target.name} ({target.memory / GIB:.1f} GiB each), "
         f"mesh fsdp={count // config.mesh.tensor} tensor={config.mesh.tensor}; {compiled}\n"
         f"{rollout.prompts} prompts x {rollout.generations} answers, {config.data.max_prompt_length} + "
-        f"{rollout.max_new_tokens} tokens, {micro} answers per micro-batch; logra rank {optimizer.rank}\n"
+        f"{rollout.max_new_tokens} tokens, {passes} per micro-batch; rank {optimizer.rank} but for adamw\n"
     )
 
 
@@ -228,46 +250,61 @@ def verdict(name: str, plan: Plan, config: Config, count: int) -> str:
     """Whether it fits; if not, what is largest and what to change."""
     if plan.fits:
         return f"{name}: fits, {plan.left:.2f} GiB left"
-    found, micro, fsdp = plan.footprint, config.loss.micro_batch, count // config.mesh.tensor
-    rollout = found.rollout - found.weights
+    found = plan.footprint
     parts = {
         "weights": found.weights,
         "optimizer state": found.optimizer,
         "temporaries of the update": found.temporaries,
-        "rollout": rollout,
+        "rollout": found.rollout - found.weights,
     }
     largest = max(parts, key=lambda part: parts[part])
+    return (
+        f"{name}: DOES NOT FIT, {-plan.left:.2f} GiB too large; the largest part is the {largest} "
+        f"({parts[largest] / GIB:.2f} GiB). What helps: {remedies(name, largest, config, count)}"
+    )
+
+
+def remedies(name: str, part: str | None, config: Config, count: int) -> str:
+    """What to change so that less memory is needed for one part of `verdict`, or for any of them (None)."""
+    micro, fsdp = config.loss.micro_batch, count // config.mesh.tensor
     changes = []
-    if largest == "rollout":
+    if part in ("rollout", None):
         changes.append(f"lower rollout.prompts={config.rollout.prompts}")
         if config.rollout.generations > 1:
             changes.append(f"rollout.generations={config.rollout.generations}")
         changes.append(f"rollout.max_new_tokens={config.rollout.max_new_tokens}")
-    elif largest == "temporaries of the update":
-        if micro == 0 or micro > fsdp:
+    if part in ("temporaries of the update", None):
+        longest = config.data.max_prompt_length + config.rollout.max_new_tokens
+        if config.loss.token_budget:
+            if config.loss.token_budget > longest:
+                changes.append(f"set loss.token_budget={longest}")
+        elif micro == 0 or micro > fsdp:
             changes.append(f"set loss.micro_batch={fsdp}")
-        if config.model.remat != "full":
-            changes.append("set model.remat=full")
-        changes.append(f"lower rollout.max_new_tokens={config.rollout.max_new_tokens}")
-        if name == "logra":
+        remat = config.model.remat
+        if remat != "offload":
+            changes.append(f"set model.remat={'offload' if remat == 'full' else 'full'}")
+        if part is not None:
+            changes.append(f"lower rollout.max_new_tokens={config.rollout.max_new_tokens}")
+        if name != "adamw":
             changes.append(f"lower optimizer.rank={config.optimizer.rank}")
-    if name == "adamw":
+    if part in ("weights", None) and config.model.param_dtype == "float32":
+        changes.append("set model.param_dtype=bfloat16")
+    if name != "logra":
         changes.append("use optimizer.name=logra")
     changes.append(f"use more than {count} GPU{'s' * (count > 1)}, or larger ones")
-    return (
-        f"{name}: DOES NOT FIT, {-plan.left:.2f} GiB too large; the largest part is the {largest} "
-        f"({parts[largest] / GIB:.2f} GiB). What helps: {'; '.join(changes)}"
-    )
+    return "; ".join(changes)
 
 
 def search(config: Config, count: int, fits: Callable[[Config], bool], shape: ModelConfig) -> dict[str, int | None]:
     """The largest value of each of three settings with which the run fits, the others as they are; None: none does.
 
-    Answers per micro-batch are tried among the numbers that the rows and the devices allow, answers per prompt
-    among 1 to 64, and tokens per answer in steps of 256 up to what the model takes.
+    Answers per micro-batch are tried among the numbers that the rows and the devices allow, token budgets, where one is
+    set, in multiples of the longest answer, answers per prompt among 1 to 64, and tokens per answer in steps of 256 up
+    to what the model and the budget take.
     """
     fsdp, rollout, micro = count // config.mesh.tensor, config.rollout, config.loss.micro_batch or 1
-    longest = shape.max_position_embeddings - config.data.max_prompt_length
+    budget, prompt = config.loss.token_budget, config.data.max_prompt_length
+    longest = min(shape.max_position_embeddings, budget or shape.max_position_embeddings) - prompt
     settings: dict[str, tuple[list[int], Callable[[int], Config]]] = {
         "loss.micro_batch": (
             [size for size in range(fsdp, rollout.rows + 1, fsdp) if rollout.rows % size == 0],
@@ -282,11 +319,27 @@ def search(config: Config, count: int, fits: Callable[[Config], bool], shape: Mo
             lambda value: replace(config, rollout=replace(rollout, generations=value)),
         ),
     }
+    if budget:
+        del settings["loss.micro_batch"]
+        row = prompt + rollout.max_new_tokens
+        settings["loss.token_budget"] = (
+            [row * count for count in range(1, rollout.rows // fsdp + 1)],
+            lambda value: replace(config, loss=replace(config.loss, token_budget=value)),
+        )
     found: dict[str, int | None] = {}
     for key, (values, changed) in settings.items():
         print(f"searching {key} ...", file=sys.stderr, flush=True)
-        found[key] = largest_fitting(values, lambda value, changed=changed: fits(changed(value)))  # type: ignore[misc]
+        found[key] = largest_fitting(values, lambda value, changed=changed: _fits(fits, changed(value)))  # type: ignore[misc]
     return found
+
+
+def _fits(fits: Callable[[Config], bool], config: Config) -> bool:
+    """Whether it fits; sizes that cannot be compiled do not."""
+    try:
+        return fits(config)
+    except UserError as error:
+        print(f"note: counted as not fitting: {error}", file=sys.stderr)
+        return False
 
 
 def largest_fitting(values: Sequence[int], fits: Callable[[int], bool]) -> int | None:

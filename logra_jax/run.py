@@ -8,18 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logra_jax import build, models, optim
+from logra_jax import build, distributed, fit, models, optim
 from logra_jax.config import Config, check_lengths, resolve_path
-from logra_jax.mesh import batch_sharding, make_mesh, shardings
+from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
+from logra_jax.rl.batch import Batch
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate
 from logra_jax.rl.kl import draw_probe
+from logra_jax.rl.packing import Packing, pack
+from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.prompts import PromptOrder, PromptSet, require_rows
 from logra_jax.rl.reward import Grader
 from logra_jax.rl.rollout import Rollout, Sampler
 from logra_jax.rl.tokenizer import decode, load_tokenizer
-from logra_jax.rl.update import Batch, Policy, TrainState, make_score
+from logra_jax.rl.update import TrainState
 
 Tree = Any
 
@@ -58,6 +61,7 @@ class Evaluator:
         dtypes: by parameter path; parameters that are not in it keep the dtype of the folder.
         """
         settings, empty = self.config.model, models.CausalLM(self.shape)
+        attention = build.choose_attention(self.config, self.shape, self.mesh.local_devices[0])
         model, weights = models.load_hf(
             resolve_path(settings.path),
             dtypes or {},
@@ -66,7 +70,7 @@ class Evaluator:
             rope_theta=settings.rope_theta,
             max_position_embeddings=settings.max_position_embeddings,
         )
-        self.model = model.replace(remat=settings.remat)
+        self.model = model.replace(remat=settings.remat, attention=attention)
         return weights
 
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
@@ -90,7 +94,8 @@ class Evaluator:
             samples=settings.samples,
             ks=sorted({*powers, settings.samples}) if settings.samples > 1 else (),
             seed=self.config.seed,
-            place=partial(jax.device_put, device=self.rows_sharding),
+            place=partial(place_array, sharding=self.rows_sharding),
+            fetch=fetch,
             after_batch=self._after_batch,
         )
 
@@ -125,7 +130,10 @@ class Run(Evaluator):
         self.spec = build.make_spec(config, empty)
         trained, _ = self._split(empty.abstract_params())  # refuses targets and ranks that do not fit
         paths = [path for path, _ in leaves_with_paths(trained)]
+        fit.check(config, self.shape, self.vocab_size, self.prompts.tokens.shape[1], list(self.mesh.devices.flat))
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
+        if config.optimizer.name == "lora":
+            self.weights = optim.add_adapters(self.weights, self.spec, config.optimizer.lora_alpha)
         self._build()
 
     def _build(self) -> None:
@@ -148,7 +156,7 @@ class Run(Evaluator):
         self._update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
 
     def _split(self, params: Tree) -> tuple[Tree, Tree]:
-        return self.spec.split(params, dense=build.densely_trained(self.config))
+        return build.split(self.config, self.spec, params)
 
     def initial_state(self) -> TrainState:
         """The state before the first update. Takes over the loaded weights: call it once."""
@@ -158,7 +166,7 @@ class Run(Evaluator):
         residual = None
         if self.rounding == "residual":
             residual = jax.jit(optim.init_residual, out_shardings=self.state_shardings.residual)(train)
-        return TrainState(train, opt_state, jax.device_put(jnp.zeros(()), self.everywhere), residual)
+        return TrainState(train, opt_state, place_array(np.zeros((), np.float32), self.everywhere), residual)
 
     def pack(self, state: TrainState) -> dict[str, Tree]:
         """The state as a checkpoint holds it: all parameters, trained or not, in one tree."""
@@ -173,7 +181,8 @@ class Run(Evaluator):
         return packed | {"residual": state.residual} if self.rounding == "residual" else packed
 
     def unpack(self, saved: dict[str, Tree]) -> TrainState:
-        """The state from a checkpoint."""
+        """The state from a checkpoint. Raises UserError for adapters that this run would count otherwise."""
+        build.check_adapters(self.config, saved["params"])
         train, self.frozen = self._split(saved["params"])
         residual = saved["residual"] if self.rounding == "residual" else None
         return TrainState(train, saved["opt_state"], saved["mismatch"], residual)
@@ -184,7 +193,7 @@ class Run(Evaluator):
 
     def sample(self, state: TrainState, prompts: PromptSet, update: int) -> Rollout:
         """Answers to a batch of prompts under the present policy, N = prompts x generations rows."""
-        place = partial(jax.device_put, device=self.rows_sharding)
+        place = partial(place_array, sharding=self.rows_sharding)
         return self.sampler.generate(
             self.params(state),
             place(prompts.tokens),
@@ -198,7 +207,7 @@ class Run(Evaluator):
     def grade(self, prompts: PromptSet, rollout: Rollout) -> np.ndarray:
         """Rewards, float32 ``[prompts, generations]``; NaN where a row has to be dropped."""
         n, start = self.config.rollout.generations, prompts.tokens.shape[1]
-        answers, lengths, stopped = jax.device_get((rollout.tokens, rollout.lengths, rollout.stopped))
+        answers, lengths, stopped = fetch((rollout.tokens, rollout.lengths, rollout.stopped))
         # The end token is no part of the text, be it a special token or not.
         texts = [
             decode(self.tokenizer, row[start : start + length - ended])
@@ -220,7 +229,7 @@ class Run(Evaluator):
 
     def batch(self, rollout: Rollout, advantages: advantage.Advantages, state: TrainState) -> Batch:
         """The rows to learn from, with log-probabilities if several updates or a reference KL need them."""
-        place = partial(jax.device_put, device=self.rows_sharding)
+        place = partial(place_array, sharding=self.rows_sharding)
         batch = Batch(
             tokens=rollout.tokens,
             prompt_lengths=rollout.prompt_lengths,
@@ -229,8 +238,9 @@ class Run(Evaluator):
             valid=place(advantages.valid.reshape(-1)),
             advantages=place(advantages.values.reshape(-1)),
             rollout_logprobs=rollout.logprobs,
-            probe=jax.device_put(np.zeros(0, np.int32), self.everywhere),
-            check=jax.device_put(np.zeros((), bool), self.everywhere),
+            probe=place_array(np.zeros(0, np.int32), self.everywhere),
+            check=place_array(np.zeros((), bool), self.everywhere),
+            packing=self._pack(rollout, advantages.valid.reshape(-1)),
         )
         if self.config.loss.updates_per_batch > 1:
             batch = batch._replace(old_logprobs=self._score(state.train, self.frozen, batch))
@@ -238,50 +248,71 @@ class Run(Evaluator):
             batch = batch._replace(ref_logprobs=self._score(self.reference, self.frozen, batch))
         return batch
 
+    def _pack(self, rollout: Rollout, valid: np.ndarray) -> Packing | None:
+        """Which answers share a row; None where each has its own."""
+        prompt_width = self.prompts.tokens.shape[1]
+        layout = build.abstract_packing(self.config, self.mesh, prompt_width)
+        if layout is None:
+            return None
+        prompt_lengths, lengths = fetch((rollout.prompt_lengths, rollout.lengths))
+        found = pack(
+            prompt_lengths, lengths, valid,
+            prompt_width=prompt_width, width=rollout.tokens.shape[1],
+            row=layout.source.shape[2], devices=self.mesh.shape["fsdp"],
+        )  # fmt: skip
+        return jax.tree.map(lambda array, leaf: place_array(np.asarray(array), leaf.sharding), found, layout)
+
     def update(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, Any]]:
         """One update; waits for it and returns its metrics as Python numbers. Consumes ``state``."""
         rollout, kl = self.config.rollout, self.config.kl
         probe = draw_probe(self.config.seed, step, rollout.prompts, rollout.generations, kl.probe_responses)
         check = bool(kl.check_every) and step % kl.check_every == 0
         batch = batch._replace(
-            probe=jax.device_put(probe, self.everywhere),
-            check=jax.device_put(np.array(check), self.everywhere),
+            probe=place_array(probe, self.everywhere),
+            check=place_array(np.array(check), self.everywhere),
         )
         state, metrics = self._update(state, self.frozen, batch)
         if not check:
             metrics.pop("kl/realized", None)  # measured now and then only
-        return state, {name: value.item() for name, value in jax.device_get(metrics).items()}
+        return state, {name: value.item() for name, value in fetch(metrics).items()}
 
     def rollout_metrics(
         self, rollout: Rollout, rewards: np.ndarray, advantages: advantage.Advantages
     ) -> dict[str, float]:
         """What there is to say of a batch of answers before anything is learnt from it."""
-        lengths, graded = np.asarray(rollout.lengths), rewards[advantages.valid]
+        (lengths, stopped), graded = fetch((rollout.lengths, rollout.stopped)), rewards[advantages.valid]
         return {
             "reward/mean": float(graded.mean()),
             "reward/std": float(graded.std()),
             "response/length": float(lengths.mean()),
-            "response/cut_off": float(1.0 - np.asarray(rollout.stopped).mean()),
+            "response/cut_off": float(1.0 - stopped.mean()),
             "advantage/zero_share": advantage.zero_share(advantages),
             "rows/dropped": int(np.size(rewards) - graded.size),
         }
 
     def export(self, state: TrainState, folder: Any) -> None:
         """Write the policy as a Hugging Face folder."""
-        models.save_hf(self.model, self.params(state), folder, overwrite=True, residual=state.residual)
+        plain, writes = optim.merge_adapters(self.params(state)), distributed.first()
+        models.save_hf(self.model, plain, folder, overwrite=True, residual=state.residual, write=writes)
+
+    def _kinds(self) -> dict[str, list[int]]:
+        """Numbers in each parameter, by what is done with it."""
+        name, kinds = self.config.optimizer.name, dict[str, list[int]]()
+        targets = {"logra": "sketched", "galore": "projected", "adamw": "dense", "lora": "frozen"}[name]
+        if name == "lora":
+            kinds["in adapters"] = [leaf.size for leaf in jax.tree.leaves(self._split(self.shapes)[0])]
+        for _, kind, _, size in self.spec.summary(self.model.abstract_params(), build.densely_trained(self.config)):
+            kinds.setdefault(targets if kind == "sketched" else kind, []).append(size)
+        return kinds
 
     def summary(self) -> str:
         """What is about to run, for people."""
-        config, settings = self.config, self.config.optimizer
-        kinds: dict[str, list[int]] = {}
-        for _, kind, _, size in self.spec.summary(self.shapes, build.densely_trained(config)):
-            trained_as = "dense" if kind == "sketched" and settings.name != "logra" else kind
-            kinds.setdefault(trained_as, []).append(size)
+        config, settings, kinds = self.config, self.config.optimizer, self._kinds()
         weights = ", ".join(f"{sum(sizes):,} {kind} ({len(sizes)} tensors)" for kind, sizes in kinds.items())
         step = f"ratio {settings.update_ratio}" if settings.update_ratio else f"learning rate {settings.learning_rate}"
         kl = config.kl
         control = f"KL budget {kl.budget_start} to {kl.budget_end}" if kl.control else "no KL control"
-        rank = f" rank {settings.rank}" if settings.name == "logra" else ""
+        rank = "" if settings.name == "adamw" else f" rank {settings.rank}"
         rollout, prompts = config.rollout, self.prompts
         return (
             f"{super().summary()}\n"

@@ -36,7 +36,17 @@ class Model:
         "param_dtype=bfloat16: how updates below its resolution add up, by random rounding, or in a second "
         "bfloat16 number per weight that holds what rounding lost; null: stochastic",
     )
-    remat: Literal["none", "full"] = _f("full", "recompute activations in the backward pass to save memory")
+    remat: Literal["none", "full", "projected", "offload"] = _f(
+        "full",
+        "what is computed again in the backward pass to save memory: nothing, whole layers (full), layers without "
+        "attention (projected, for sketches: keeps their r numbers per input), or whole layers with their inputs in "
+        "the host's memory meanwhile (offload)",
+    )
+    attention: Literal["auto", "cudnn", "blocked"] = _f(
+        "auto",
+        "attention of the training passes: cuDNN's flash attention (NVIDIA GPUs, bfloat16), or blocks of queries; "
+        "auto: cuDNN where it exists",
+    )
     rope_theta: float | None = _f(None, "replaces the model's rotary base", "(0, inf)")
     max_position_embeddings: int | None = _f(None, "replaces the model's longest sequence", "[1, inf)")
 
@@ -107,30 +117,44 @@ class Loss:
     reference_kl: float = _f(0.0, "weight of the KL to the initial policy", "[0, inf)")
     updates_per_batch: int = _f(1, "updates taken from each batch of answers", "[1, inf)")
     micro_batch: int = _f(0, "answers per forward and backward pass; 0: all at once", "[0, inf)")
+    token_budget: int = _f(
+        0,
+        "most tokens per device and pass, instead of micro_batch: short answers share a row; 0: each has its own",
+        "[0, inf)",
+    )
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """The update rule. Give update_ratio or learning_rate."""
 
-    name: Literal["logra", "adamw"] = _f("logra", "gradient sketches with RowAdam, or dense AdamW")
-    rank: int = _f(256, "logra: rank of the sketches", "[1, inf)")
-    sketch_seed: int = _f(42, "logra: seed of the projections", "[0, 4294967296)")
+    name: Literal["logra", "adamw", "galore", "lora"] = _f(
+        "logra",
+        "gradient sketches with RowAdam, dense AdamW, AdamW on dense gradients projected to a low rank, or AdamW on "
+        "low-rank adapters beside frozen weights, which the export adds up",
+    )
+    rank: int = _f(256, "logra, galore, lora: rank of sketches, projections and adapters", "[1, inf)")
+    sketch_seed: int = _f(42, "logra: seed of the projections; lora: of the adapters' first values", "[0, 4294967296)")
     distribution: Literal["rademacher", "gaussian"] = _f("rademacher", "logra: entries of the projections")
     refresh: int = _f(1, "logra: updates between redraws of the projections; 0: never", "[0, inf)")
-    targets: tuple[str, ...] | None = _f(None, "logra: regexes on weight names; null: attention and MLP projections")
+    projection_interval: int = _f(200, "galore: updates between new projections", "[1, inf)")
+    galore_scale: float = _f(0.25, "galore: factor on the updates of projected weights", "(0, inf)")
+    lora_alpha: float | None = _f(None, "lora: adapters count lora_alpha / rank; null: 1", "(0, inf)")
+    targets: tuple[str, ...] | None = _f(None, "regexes on weight names; null: attention and MLP projections")
     others: Literal["frozen", "adamw"] = _f("frozen", "what happens to weights that are not targets")
-    others_learning_rate: float | None = _f(None, "logra: learning rate of the others; null: learning_rate", "(0, inf)")
+    others_learning_rate: float | None = _f(
+        None, "logra, galore: learning rate of the others; null: learning_rate", "(0, inf)"
+    )
     preserve_norm: bool | None = _f(
         None, "logra: norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no"
     )
     b1: float | None = _f(
-        None, "decay of the first moment; null: 0 for logra (needs refresh other than 1), 0.9 for adamw", "[0, 1)"
+        None, "decay of the first moment; null: 0 for logra (needs refresh other than 1), else 0.9", "[0, 1)"
     )
     b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
     eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")
     update_ratio: float | None = _f(None, "logra: size of an update relative to the weights (paper: 6e-5)", "(0, 1)")
-    learning_rate: float | None = _f(None, "step size, instead of update_ratio", "(0, inf)")
+    learning_rate: float | None = _f(None, "step size, instead of update_ratio, which is for logra alone", "(0, inf)")
     warmup: int = _f(0, "updates of linear warm-up", "[0, inf)")
     schedule: Literal["constant", "cosine"] = _f("constant", "course of the step size after the warm-up")
     final_fraction: float = _f(0.1, "cosine: last step size as a fraction of the first", "[0, 1]")
@@ -193,6 +217,22 @@ class Mesh:
 
     fsdp: int = _f(0, "devices that share the weights and the batch; 0: all that are left", "[0, inf)")
     tensor: int = _f(1, "devices that share each matrix product", "[1, inf)")
+    memory_fraction: float | None = _f(
+        None,
+        "share of each GPU's memory that the run may take; null: XLA_CLIENT_MEM_FRACTION, or 0.95",
+        "(0, 1]",
+    )
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Several processes that are one run, and what becomes of one that hangs or dies."""
+
+    join_s: float = _f(300.0, "seconds that processes wait for each other at the start", "(0, 100000]")
+    silent_s: float = _f(60.0, "seconds without a sign of life after which a process counts as dead", "[1, 100000]")
+    hang_s: float = _f(
+        1800.0, "seconds without progress after which a process prints its stacks and leaves; 0: never", "[0, 100000]"
+    )
 
 
 @dataclass(frozen=True)
@@ -214,6 +254,7 @@ class Config:
     checkpoint: Checkpoint = dataclasses.field(default_factory=Checkpoint)
     log: Log = dataclasses.field(default_factory=Log)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
+    processes: Processes = dataclasses.field(default_factory=Processes)
 
 
 def check(config: Config) -> None:
@@ -231,6 +272,7 @@ def check(config: Config) -> None:
             f"loss.micro_batch={loss.micro_batch} does not divide the {rollout.rows} answers of an update "
             f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
         )
+    _check_token_budget(config)
     for key, used, count in (
         ("probe_responses", kl.control, kl.probe_responses),
         ("check_responses", kl.check_every > 0, kl.check_responses),
@@ -244,6 +286,16 @@ def check(config: Config) -> None:
         raise UserError(
             f"model.rounding={config.model.rounding} has no effect with model.param_dtype="
             f"{config.model.param_dtype}: leave it out, or set model.param_dtype=bfloat16"
+        )
+    if config.model.remat == "projected" and config.optimizer.name != "logra":
+        raise UserError(
+            f"model.remat=projected keeps what sketches need, and optimizer.name={config.optimizer.name} takes none: "
+            "set model.remat=full"
+        )
+    if config.model.attention == "cudnn" and config.model.compute_dtype != "bfloat16":
+        raise UserError(
+            f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {config.model.compute_dtype}: "
+            "set one of them, or model.attention=auto"
         )
     if kl.check_every and kl.check_responses > kl.probe_responses:
         raise UserError(
@@ -273,16 +325,45 @@ def _check_batches(config: Config) -> None:
             raise UserError(f"{key}={value} must be a multiple of loss.updates_per_batch={updates}")
 
 
+def _check_token_budget(config: Config) -> None:
+    budget, micro = config.loss.token_budget, config.loss.micro_batch
+    prompt, answer = config.data.max_prompt_length, config.rollout.max_new_tokens
+    if budget and micro:
+        raise UserError(
+            f"loss.token_budget={budget} and loss.micro_batch={micro} exclude each other: set one of them to 0"
+        )
+    if budget and config.model.attention == "cudnn":
+        raise UserError(
+            f"model.attention=cudnn cannot keep apart the answers that loss.token_budget={budget} puts in one row: "
+            "set model.attention=auto (or blocked), or loss.token_budget=0 and loss.micro_batch"
+        )
+    if 0 < budget < prompt + answer:
+        raise UserError(
+            f"loss.token_budget={budget} is less than the longest answer with its prompt (data.max_prompt_length="
+            f"{prompt} + rollout.max_new_tokens={answer} = {prompt + answer}): raise it, or lower one of them"
+        )
+
+
 def _check_optimizer(config: Config) -> None:
     optimizer = config.optimizer
     ratio, rate = optimizer.update_ratio, optimizer.learning_rate
-    if optimizer.name == "adamw" and ratio is not None:
+    if optimizer.name != "logra" and ratio is not None:
         raise UserError(
-            f"optimizer.update_ratio={ratio} has no meaning for optimizer.name=adamw: set "
+            f"optimizer.update_ratio={ratio} has no meaning for optimizer.name={optimizer.name}: set "
             "optimizer.update_ratio=null and give optimizer.learning_rate"
         )
-    if optimizer.name == "adamw" and rate is None:
-        raise UserError("optimizer.learning_rate is required for optimizer.name=adamw (1e-6 in the paper)")
+    if optimizer.name != "logra" and rate is None:
+        usual = {"adamw": "1e-6 in the paper", "galore": "a few times that of adamw", "lora": "1e-5 to 3e-4"}
+        raise UserError(
+            f"optimizer.learning_rate is required for optimizer.name={optimizer.name} ({usual[optimizer.name]})"
+        )
+    if optimizer.name == "lora":
+        _check_lora(config)
+    elif optimizer.lora_alpha is not None:
+        raise UserError(
+            f"optimizer.lora_alpha={optimizer.lora_alpha} has no effect with optimizer.name={optimizer.name}: "
+            "leave it out"
+        )
     if ratio is None and rate is None:
         raise UserError(
             "the size of an update is not set: give optimizer.update_ratio (6e-5 in the paper) or "
@@ -296,7 +377,7 @@ def _check_optimizer(config: Config) -> None:
     own_rate = optimizer.others_learning_rate
     if optimizer.others == "adamw" and rate is None and own_rate is None:
         raise UserError("optimizer.others=adamw needs optimizer.others_learning_rate: update_ratio is for the targets")
-    if own_rate is not None and (optimizer.others == "frozen" or optimizer.name == "adamw"):
+    if own_rate is not None and (optimizer.others == "frozen" or optimizer.name in ("adamw", "lora")):
         raise UserError(
             f"optimizer.others_learning_rate={own_rate} has no effect with optimizer.name={optimizer.name} "
             f"and optimizer.others={optimizer.others}: leave it out"
@@ -312,6 +393,19 @@ def _check_optimizer(config: Config) -> None:
         raise UserError("optimizer.targets is empty: name at least one weight, or leave it out for the default")
     for pattern in optimizer.targets or ():
         _compile("optimizer.targets", pattern)
+
+
+def _check_lora(config: Config) -> None:
+    if config.optimizer.others != "frozen":
+        raise UserError(
+            f"optimizer.others={config.optimizer.others} cannot go with optimizer.name=lora, which trains adapters "
+            "alone: leave it out, or use another optimizer"
+        )
+    if config.model.param_dtype != "float32":
+        raise UserError(
+            f"model.param_dtype={config.model.param_dtype} cannot go with optimizer.name=lora: adapters are float32, "
+            "and the weights beside them are frozen, so they keep the number format of the folder. Leave it out"
+        )
 
 
 def _check_reward(reward: Reward) -> None:

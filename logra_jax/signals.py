@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 
@@ -25,11 +26,15 @@ class StopFlag:
 
     A compilation or a program on the device is not interrupted, so the delay is the longest time between two
     checks. The exit code is 143 after SIGTERM and 130 after SIGINT. Only the main thread may enter it.
+
+    `agree` turns the number of a signal that has arrived, or 0, into the one to act on; several processes make
+    it their largest.
     """
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
         self._before: dict[signal.Signals, object] = {}
+        self.agree: Callable[[int], int] = lambda number: number
 
     @property
     def requested(self) -> bool:
@@ -38,8 +43,8 @@ class StopFlag:
 
     def check(self) -> None:
         """Raise Stopped if a signal has arrived."""
-        if self._signal is not None:
-            raise Stopped(self._signal)
+        if number := self.agree(self._signal or 0):
+            raise Stopped(signal.Signals(number))
 
     def __enter__(self) -> StopFlag:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -5,6 +5,7 @@ rollout, rewards, advantages, jitted update, policy back to the sampler (they sh
 """
 
 import dataclasses
+import os
 import shutil
 import sys
 import time
@@ -15,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from logra_jax import cli
+from logra_jax import cli, distributed
 from logra_jax.config import SETTINGS, Config, as_dict, load_config, resolve_path, to_yaml
-from logra_jax.errors import UserError
+from logra_jax.errors import SharedError, UserError
 from logra_jax.signals import StopFlag, Stopped
+from logra_jax.watchdog import Watchdog
 
 if TYPE_CHECKING:  # --help and wrong settings need no jax
     from logra_jax.checkpoint import Checkpoints
-    from logra_jax.metrics import MetricsWriter
+    from logra_jax.metrics import MetricsWriter, NoMetrics
     from logra_jax.rl.update import TrainState
     from logra_jax.run import Run
 
@@ -57,25 +59,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not command.dry_run:
             raise
         print(f"note: {error}")
-    with StopFlag() as stop:  # before jax: importing it takes seconds
-        cli.quiet_libraries()
-        cli.use_compilation_cache()
+    member = distributed.find(os.environ)
+    stacks = out / ("stacks.txt" if member is None else f"stacks-{member.number}.txt")
+    with StopFlag() as stop, Watchdog(config.processes.hang_s, stacks) as watchdog:  # before jax: that takes seconds
+        cli.begin(config, member, stop, watchdog)
         from logra_jax.build import check_files, make_grader
+        from logra_jax.fit import out_of_memory, ran_out
         from logra_jax.run import Run
 
         check_files(config, trains=True)
         with make_grader(config) as grader:
-            run = Run(config, grader, stop.check)
-            print(run.summary(), flush=True)
-            if command.dry_run:
-                print(f"\n{to_yaml(config)}\ndry run: nothing was trained or written")
-                return 0
             try:
-                prepare_output(config, resume=command.resume, overwrite=command.overwrite)
-                code, message = train(run, out, stop, resume=command.resume)
-            except OSError as error:  # a full disk, above all
-                raise UserError(f"out={out} cannot be written: {error}") from error
-    print(message, file=sys.stderr if code else sys.stdout)
+                run = Run(config, grader, stop.check)
+                print(run.summary(), flush=True)
+                if command.dry_run:
+                    print(f"\n{to_yaml(config)}\ndry run: nothing was trained or written")
+                    return 0
+                try:
+                    # Others may have found the folder empty until here: what follows waits for all processes.
+                    prepare = lambda: prepare_output(config, resume=command.resume, overwrite=command.overwrite)
+                    distributed.on_first(prepare)
+                    distributed.agree(unseen(config))
+                    code, message = train(run, out, stop, resume=command.resume)
+                except OSError as error:  # a full disk, above all
+                    raise UserError(f"out={out} cannot be written: {error}") from error
+            except RuntimeError as error:
+                if not ran_out(error):
+                    raise
+                raise out_of_memory(config, error) from error
+    if distributed.first():
+        print(message, file=sys.stderr if code else sys.stdout)
     return code
 
 
@@ -114,6 +127,23 @@ def prepare_output(config: Config, *, resume: bool, overwrite: bool) -> None:
     write_settings(config)
 
 
+def unseen(config: Config, patience: float = 90.0) -> UserError | None:
+    """What is wrong if this process does not see what the first one has written, in so many seconds.
+
+    Network file systems remember for a minute that a file was not there.
+    """
+    if distributed.first():
+        return None
+    deadline = time.monotonic() + patience
+    while not Path(config.out, "config.yaml").is_file():
+        if time.monotonic() > deadline:
+            return UserError(
+                f"out={config.out} is another folder here than for process 0: name one on a disk that all share"
+            )
+        time.sleep(0.5)
+    return None
+
+
 def write_settings(config: Config) -> None:
     """Write config.yaml, which also marks the folder as that of a run."""
     fresh = Path(config.out, "config.yaml.tmp")
@@ -138,7 +168,8 @@ def report_changes(file: Path, config: Config) -> None:
 def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, str]:
     """Train to the end, or until something stops it. Returns exit code and last words."""
     from logra_jax.checkpoint import Checkpoints, steps
-    from logra_jax.metrics import MetricsWriter
+    from logra_jax.fit import ran_out
+    from logra_jax.metrics import MetricsWriter, NoMetrics
 
     config = run.config
     settings, log = config.checkpoint, config.log
@@ -153,7 +184,7 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
         if progress.step > config.steps:
             raise UserError(f"--resume: {progress.step} updates are done already, more than steps={config.steps}")
         if resume:
-            write_settings(config)
+            distributed.on_first(lambda: write_settings(config))
             print(f"resumed after {progress.step} updates", flush=True)
         with closing(
             MetricsWriter(
@@ -165,6 +196,8 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
                 steps=config.steps,
                 resume_step=progress.step - (progress.pending is not None),
             )
+            if distributed.first()
+            else NoMetrics()
         ) as metrics:
             trainer = Trainer(run, stop, checkpoints, metrics, state, progress)
             del found, state  # the trainer's alone: the first update writes over it
@@ -178,11 +211,18 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
             except NotFinite as error:
                 trainer.save(wait=True)
                 return FAILED, str(error)
-            except (UserError, OSError, SystemExit):
+            except (UserError, OSError, SystemExit) as error:
                 # All rewards failed, the disk is full, or nobody reads the output any more (rich exits then):
-                # keep what has been learnt, if that can be done.
-                with suppress(UserError, OSError):
-                    trainer.save(wait=True)
+                # keep what has been learnt, if that can be done, which takes all processes.
+                if distributed.alone() or isinstance(error, SharedError):
+                    with suppress(UserError, OSError):
+                        trainer.save(wait=True)
+                raise
+            except RuntimeError as error:
+                # Out of memory in a rollout or an evaluation; an update has taken the state it was given with it.
+                if ran_out(error) and trainer.has_state():
+                    with suppress(UserError, OSError, RuntimeError):
+                        trainer.save(wait=True)
                 raise
     return 0, f"done: {config.steps} updates; model in {out / 'hf'}, curves in {out / 'curves.png'}"
 
@@ -195,7 +235,7 @@ class Trainer:
         run: "Run",
         stop: StopFlag,
         checkpoints: "Checkpoints",
-        metrics: "MetricsWriter",
+        metrics: "MetricsWriter | NoMetrics",
         state: "TrainState",
         progress: Progress,
     ):
@@ -217,12 +257,14 @@ class Trainer:
 
     def train_on_batch(self, before: dict[str, Any]) -> None:
         """Sample, grade and learn from one batch of prompts. before: metrics to add to the first update's."""
+        from logra_jax.mesh import fetch
+
         config, progress, run = self.config, self.progress, self.run
         self.stop.check()
         started = time.perf_counter()
         prompts = run.prompts.take(run.order.rows(progress.consumed, config.rollout.prompts))
         rollout = run.sample(self.state, prompts, update=progress.step)
-        tokens = int(np.sum(rollout.lengths))  # waits for the rollout
+        tokens = int(np.sum(fetch(rollout.lengths)))  # waits for the rollout
         sampled = time.perf_counter()
         self.stop.check()
         rewards = run.grade(prompts, rollout)
@@ -263,7 +305,7 @@ class Trainer:
             found = self.evaluate()
             row = row | found
             self.score = found.get("eval/accuracy")
-        self.metrics.write(row)
+        distributed.on_first(lambda: self.metrics.write(row))
         progress.pending = None
         every, updates = config.checkpoint.every, config.loss.updates_per_batch
         if every and progress.step % every == 0 and progress.step % updates == 0 and not last:
@@ -278,6 +320,12 @@ class Trainer:
         self.metrics.show_samples(self.progress.step, self.run.samples(found))
         metrics = {f"eval/{name}": value for name, value in found.metrics.items()}
         return metrics | {"eval/updates": self.progress.step}
+
+    def has_state(self) -> bool:
+        """Whether the state can still be read: a program that failed may have been given it to write over."""
+        import jax
+
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
 
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint of everything that a resumed run needs to go on bit for bit."""

@@ -146,7 +146,7 @@ WRONG = [
     ("optimizer.targets=[1]", "expected a list of texts"),
     ("optimizer.targets=[]", "optimizer.targets is empty"),
     ("optimizer.targets=['(']", "not a regular expression"),
-    ("optimizer.name=logr", "expected logra or adamw, found 'logr': did you mean logra?"),
+    ("optimizer.name=logr", "expected logra or adamw or galore or lora, found 'logr': did you mean logra?"),
     ("model.compute_dtype=float16", "did you mean"),
     ("kl.control=maybe", "expected true or false, found 'maybe'"),
     ("kl.control=1", "expected true or false, found 1 (int)"),
@@ -182,11 +182,15 @@ def test_no_number_may_be_negative(minimal, key):
         load_config(minimal, [f"{key}=-1"])
 
 
+LORA = ["optimizer.name=lora", "optimizer.update_ratio=null", "optimizer.learning_rate=1e-4"]
 TOGETHER = [
     (["rollout.generations=1"], ["rollout.generations=1", "advantage.estimator=grpo", "running_baseline"]),
     (["rollout.generations=1", "advantage.estimator=leave_one_out"], ["generations", "leave_one_out"]),
     (["loss.micro_batch=48"], ["loss.micro_batch=48", "128 answers", "rollout.prompts=16"]),
     (["loss.micro_batch=256"], ["loss.micro_batch=256", "128 answers"]),
+    (["loss.token_budget=4096", "loss.micro_batch=8"], ["loss.token_budget=4096 and loss.micro_batch=8 exclude"]),
+    (["loss.token_budget=4096", "model.attention=cudnn"], ["model.attention=cudnn", "loss.token_budget=4096"]),
+    (["loss.token_budget=2047"], ["loss.token_budget=2047", "rollout.max_new_tokens=1024 = 2048"]),
     (["kl.probe_responses=129"], ["kl.probe_responses=129", "128 answers"]),
     (["kl.check_responses=129"], ["kl.check_responses=129", "128 answers"]),
     (["kl.check_responses=9"], ["kl.check_responses=9", "kl.probe_responses=8"]),
@@ -195,7 +199,18 @@ TOGETHER = [
     (["optimizer.update_ratio=null"], ["optimizer.update_ratio", "optimizer.learning_rate"]),
     (["optimizer.name=adamw"], ["optimizer.update_ratio=6e-05", "adamw", "optimizer.learning_rate"]),
     (["optimizer.name=adamw", "optimizer.update_ratio=null"], ["optimizer.learning_rate is required"]),
+    (["optimizer.name=galore"], ["optimizer.update_ratio=6e-05", "galore", "optimizer.learning_rate"]),
+    (["optimizer.name=lora", "optimizer.update_ratio=null"], ["optimizer.learning_rate is required", "lora"]),
+    ([*LORA, "optimizer.others=adamw"], ["optimizer.others=adamw", "adapters alone"]),
+    ([*LORA, "optimizer.others_learning_rate=1e-6"], ["no effect", "optimizer.name=lora"]),
+    ([*LORA, "model.param_dtype=bfloat16"], ["model.param_dtype=bfloat16", "adapters are float32"]),
+    (["optimizer.lora_alpha=16"], ["optimizer.lora_alpha=16", "no effect with optimizer.name=logra"]),
     (["model.rounding=residual"], ["model.rounding=residual", "no effect", "model.param_dtype=bfloat16"]),
+    (
+        ["model.remat=projected", "optimizer.name=adamw", "optimizer.update_ratio=null", "optimizer.learning_rate=1"],
+        ["model.remat=projected", "optimizer.name=adamw", "model.remat=full"],
+    ),
+    (["model.attention=cudnn", "model.compute_dtype=float32"], ["model.attention=cudnn", "model.compute_dtype"]),
     (["optimizer.others=adamw"], ["optimizer.others_learning_rate"]),
     (["optimizer.others_learning_rate=1e-6"], ["no effect", "optimizer.others=frozen"]),
     (["optimizer.warmup=100"], ["optimizer.warmup=100", "steps=100"]),

@@ -14,6 +14,8 @@ from logra_jax.config import load_config
 from logra_jax.errors import UserError
 from logra_jax.footprint import Footprint, with_optimizer
 from logra_jax.gpus import GIB, GPUS, find_gpu
+from logra_jax.plan import OPTIMIZERS
+from logra_jax.settings import check
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,14 +59,18 @@ def test_sizes_are_those_computed_by_hand(settings, on_cpu, capsys):
     found = json.loads(said.out)
     assert "ESTIMATE" in said.err
     assert "logra-jax[plan]" in said.err
-    assert list(found) == ["logra", "adamw"]
+    assert list(found) == ["logra", "adamw", "galore", "lora"]
     # Two devices split all that has a dimension of the hidden size; biases and q/k/v outputs have none.
     split_frozen = VOCAB * HIDDEN
-    weights = 4 * TARGETS // 2 + 2 * split_frozen // 2
-    slack = 2 * NORMS_AND_BIASES  # held whole at most, in bfloat16
+    adapters = LAYERS * RANK * sum(k + d for k, d in MATRICES)
+    trained = {"logra": 4 * TARGETS, "adamw": 4 * TARGETS, "galore": 4 * TARGETS, "lora": 2 * TARGETS + 4 * adapters}
+    # Adam's two moments in the shorter side's place, and the longer side's projector; three counts per matrix.
+    projected = LAYERS * RANK * sum(2 * min(k, d) + max(k, d) for k, d in MATRICES)
+    slack = 2 * NORMS_AND_BIASES + 4 * 7 * LAYERS  # held whole at most, in bfloat16; and the factors of adapters
     rows = ROWS // 2
     kv_cache = 2 * LAYERS * rows * (PROMPT + ANSWER) * KV * 2
     for name, entry in found.items():
+        weights = trained[name] // 2 + 2 * split_frozen // 2
         sizes = {key.removesuffix("_gib"): value for key, value in entry.items() if key.endswith("_gib")}
         assert entry["compiled_for"] == "cpu (estimate)"
         assert entry["fits"] is True
@@ -72,9 +78,15 @@ def test_sizes_are_those_computed_by_hand(settings, on_cpu, capsys):
         rounding = 1e-9 * GIB
         assert weights - rounding <= in_bytes["weights"] <= weights + slack + rounding
         assert in_bytes["kv_cache"] == pytest.approx(kv_cache, abs=rounding)
-        moments = (4 * OUTPUTS // 2, 4 * OUTPUTS + 64) if name == "logra" else (4 * TARGETS, 4 * TARGETS + 64)
+        moments = {
+            "logra": (4 * OUTPUTS // 2, 4 * OUTPUTS + 64),
+            "adamw": (4 * TARGETS, 4 * TARGETS + 64),
+            "galore": (4 * projected // 2, 4 * projected // 2 + 4 * 3 * 7 * LAYERS + 64),
+            "lora": (4 * adapters, 4 * adapters + 64),
+        }[name]
         assert moments[0] <= in_bytes["optimizer"] <= moments[1]
-        gradients = 4 * RANK * OUTPUTS // 2 if name == "logra" else 4 * TARGETS // 2
+        dense = {"logra": RANK * OUTPUTS, "adamw": TARGETS, "galore": TARGETS, "lora": adapters}
+        gradients = 4 * dense[name] // 2
         assert in_bytes["sketches" if name == "logra" else "gradients"] == pytest.approx(gradients, abs=rounding)
         # Arguments and outputs but for the donated state; the batch comes on top.
         held = in_bytes["weights"] + in_bytes["optimizer"] + in_bytes["temporaries"]
@@ -85,21 +97,23 @@ def test_sizes_are_those_computed_by_hand(settings, on_cpu, capsys):
         assert sizes["needed"] == pytest.approx(larger + 1.25, abs=1e-6)
         assert sizes["left"] == pytest.approx(sizes["card"] - sizes["needed"], abs=1e-6)
     assert found["adamw"]["optimizer_gib"] > 10 * found["logra"]["optimizer_gib"]
+    assert found["adamw"]["rollout_gib"] == found["galore"]["rollout_gib"] == found["logra"]["rollout_gib"]
 
 
 def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, monkeypatch):
     gib = Footprint(weights=9, optimizer=3, gradients=1, temporaries=30, kv_cache=4, update=42, rollout=20, reference=0)
     fake = Footprint(**{key: value * GIB for key, value in vars(gib).items()})
     monkeypatch.setattr("logra_jax.footprint.measure", lambda *args: fake)
-    argv = ["--gpu", "RTX 4090", *settings, "model.remat=none"]
+    argv = ["--gpu", "RTX 4090", *settings, "model.remat=none", "model.attention=cudnn"]
     assert plan.main(argv) == 0
     said = capsys.readouterr().out
     lines = {line[:50].strip(): line[50:].split() for line in said.splitlines()}
-    assert lines["GiB per GPU"] == ["logra", "adamw"]
-    assert lines["temporaries of the update"] == ["30.00", "30.00"]
-    assert lines["sketches / gradients (computed; in temporaries)"] == ["1.00", "1.00"]
-    assert lines["total: larger phase + estimate"] == ["42.75", "42.75"]  # one GPU has no collectives
-    assert lines["left"] == ["-19.15", "-19.15"]
+    assert lines["GiB per GPU"] == ["logra", "adamw", "galore", "lora"]
+    assert lines["temporaries of the update"] == ["30.00"] * 4
+    assert lines["sketches / gradients (computed; in temporaries)"] == ["1.00"] * 4
+    assert lines["total: larger phase + estimate"] == ["42.75"] * 4  # one GPU has no collectives
+    assert lines["left"] == ["-19.15"] * 4
+    assert "bfloat16 compute, remat none, attention blocked" in said  # a CPU's compiler knows no other
     assert "1 x rtx4090-24gb (23.6 GiB each), mesh fsdp=1 tensor=1; ESTIMATE" in said
     for part in (
         "logra: DOES NOT FIT, 19.15 GiB too large; the largest part is the temporaries of the update (30.00 GiB)",
@@ -110,6 +124,12 @@ def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, mo
         "use optimizer.name=logra",
     ):
         assert part in said
+    assert "4 answers per micro-batch" in said
+    assert plan.main([*argv, "loss.micro_batch=0", "loss.token_budget=20"]) == 0
+    said = capsys.readouterr().out
+    assert "20 tokens per GPU per micro-batch" in said
+    assert "set loss.token_budget=16" in said
+    assert "micro_batch=" not in said
 
 
 def test_peak_counts_what_stays_during_the_rollout():
@@ -164,12 +184,21 @@ def test_description_of_a_gpu():
     assert "cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }" in GPUS["h100-80gb"].proto()
 
 
-def test_the_other_optimizer():
+def test_the_other_optimizers():
     logra = load_config(None)
     adamw = with_optimizer(logra, "adamw")
     assert with_optimizer(logra, "logra") is logra
     assert (adamw.optimizer.learning_rate, adamw.optimizer.update_ratio, adamw.kl.control) == (1e-6, None, False)
     assert with_optimizer(adamw, "logra").optimizer.update_ratio == 6e-5
+    assert with_optimizer(load_config(None, ["model.remat=projected"]), "adamw").model.remat == "full"
+    assert with_optimizer(load_config(None, ["model.remat=offload"]), "adamw").model.remat == "offload"
+    small = load_config(
+        None, ["model.param_dtype=bfloat16", "optimizer.others=adamw", "optimizer.others_learning_rate=1e-6"]
+    )
+    for name in OPTIMIZERS:
+        check(with_optimizer(small, name))
+    lora = with_optimizer(small, "lora")
+    assert (lora.optimizer.others, lora.model.param_dtype) == ("frozen", "float32")
 
 
 @pytest.mark.parametrize("limit", [0, 1, 5, 6, 9])
@@ -200,6 +229,34 @@ def test_search_tries_what_the_run_allows():
         "rollout.generations": 3,
     }
     assert plan.search(config, 4, fits, shape)["loss.micro_batch"] is None
+    budget = load_config(
+        ROOT / "configs/paper/qwen2.5-math-1.5b.yaml",
+        ["rollout.prompts=12", "loss.micro_batch=0", "loss.token_budget=4096", "rollout.max_new_tokens=976"],
+    )
+    fits = lambda changed: changed.loss.token_budget <= 5000 and changed.rollout.max_new_tokens <= 5000
+    assert plan.search(budget, 4, fits, shape) == {
+        "rollout.max_new_tokens": 4096 - 1024,
+        "rollout.generations": 64,
+        "loss.token_budget": 4000,
+    }
+
+
+def test_what_cannot_be_compiled_is_said_and_does_not_fit(settings, on_cpu, monkeypatch, capsys):
+    def refuses(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no tile sizes\nmore")
+
+    monkeypatch.setattr("jax.stages.Lowered.compile", refuses)
+    with pytest.raises(UserError, match=r"cannot compile .*: INTERNAL: no tile sizes\. Another"):
+        plan.main(["--gpus", "1", *settings])
+
+    def fits(config):
+        if config.loss.micro_batch == 2:
+            raise UserError("no tiles")
+        return config.loss.micro_batch < 2
+
+    config = load_config(None, settings)
+    assert plan.search(config, 1, fits, read_model_config(config))["loss.micro_batch"] == 1
+    assert "counted as not fitting: no tiles" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["1.5b", "7b"])
@@ -211,6 +268,15 @@ def test_the_recipe_of_the_paper(size):
     assert (config.advantage.estimator, config.advantage.failure_reward) == ("running_baseline", -0.01)
     assert (config.eval.temperature, config.eval.top_p, config.eval.samples) == (0.7, 0.7, 4)
     assert read_model_config(config).hidden_size == {"1.5b": 1536, "7b": 3584}[size]
+
+
+def test_the_recipe_for_24_gb():
+    config = load_config(ROOT / "configs/qwen2.5-7b-24gb.yaml")
+    assert (config.model.param_dtype, config.model.rounding, config.optimizer.rank) == ("bfloat16", "stochastic", 256)
+    assert config.loss.micro_batch == 1
+    assert config.rollout.rows >= 8
+    assert config.data.max_prompt_length + config.rollout.max_new_tokens == 2048
+    assert read_model_config(config).hidden_size == 3584
 
 
 def test_training_refuses_a_preset_without_weights(tmp_path):

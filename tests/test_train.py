@@ -18,7 +18,7 @@ from logra_jax.models import load_hf
 
 KEYS = """
 step reward/mean response/length entropy grad/norm advantage/zero_share clip/share rows/dropped
-kl/predicted kl/alpha kl/budget time/rollout_s time/reward_s time/update_s tokens/s
+kl/predicted kl/alpha kl/budget padding/share time/rollout_s time/reward_s time/update_s tokens/s
 """
 
 
@@ -231,7 +231,7 @@ SMOKE = {
         optimizer.others_learning_rate=1e-3 optimizer.max_grad_norm=1 rollout.top_k=9 rollout.top_p=.9""",
     "two_by_two": """
         mesh.fsdp=2 mesh.tensor=2 optimizer.update_ratio=null optimizer.learning_rate=.01 kl.control=false
-        kl.check_every=0 optimizer.distribution=gaussian optimizer.b1=null loss.micro_batch=4
+        kl.check_every=0 optimizer.distribution=gaussian optimizer.b1=null loss.token_budget=24
         loss.reference_kl=0 advantage.normalize_std=false log.tensorboard=true""",
 }
 
@@ -247,6 +247,20 @@ def test_other_settings_work_together(name, base, capsys):
     _, params = load_hf("out/hf")
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(params))
     assert capsys.readouterr().err == ""
+
+
+def test_answers_that_share_rows_teach_the_same(base):
+    rows = {}
+    for budget in (0, 24):
+        argv = [*base, "steps=2", "data.eval=null", f"loss.token_budget={budget}", f"out=out{budget}"]
+        assert train.main(argv) == 0
+        rows[budget] = read_rows(f"out{budget}/metrics.jsonl")
+    for separate, shared in zip(*rows.values(), strict=True):
+        assert separate.keys() == shared.keys()
+        assert 0 <= shared["padding/share"] <= separate["padding/share"]
+        for name in separate.keys() - {"padding/share", "tokens/s"}:
+            if not name.startswith("time/"):
+                np.testing.assert_allclose(shared[name], separate[name], rtol=1e-3, atol=1e-7, err_msg=name)
 
 
 def run(*command):

@@ -1,6 +1,7 @@
 """A run that was stopped, killed or failed, and then resumed, is the run that nothing has happened to."""
 
 import errno
+import gc
 import os
 import re
 import resource
@@ -27,6 +28,7 @@ VARIANTS = {
     "adamw": """
         optimizer.name=adamw optimizer.update_ratio=null optimizer.learning_rate=.01 optimizer.others=adamw
         loss.updates_per_batch=2 loss.clip_low=.2 loss.clip_high=.2 optimizer.max_grad_norm=1 checkpoint.every=0
+        loss.token_budget=24
         optimizer.warmup=2 optimizer.schedule=cosine""",
 }
 
@@ -225,6 +227,7 @@ def full_disk():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    gc.collect()  # what is left behind is to be complained of in this test, not in a later one
 
 
 @pytest.mark.filterwarnings("ignore")  # of Orbax, which leaves coroutines behind

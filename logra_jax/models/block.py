@@ -2,6 +2,7 @@
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from logra_jax._shapes import Float
@@ -10,6 +11,7 @@ from logra_jax.models.cache import LayerCache
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.gated_delta import GatedDelta
 from logra_jax.models.layers import MLP, Attention, RMSNorm, Rope, Sight
+from logra_jax.models.remat import BETWEEN
 
 
 class DecoderLayer(nnx.Module):
@@ -39,7 +41,7 @@ class DecoderLayer(nnx.Module):
         if self.full:
             mixed, cache = self.self_attn(normed, rope, sight, cache)
         else:
-            mixed, cache = self.linear_attn(normed, sight.real(x.shape[1]), None, cache)
-        x = constrain(x + mixed, self.mesh, "batch", None, None)
+            mixed, cache = self.linear_attn(normed, sight.real(x.shape[1]), sight.segments, cache)
+        x = checkpoint_name(constrain(x + mixed, self.mesh, "batch", None, None), BETWEEN)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return constrain(x, self.mesh, "batch", None, None), cache

@@ -16,15 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.errors import UserError
+from logra_jax.mesh import constrain
 from logra_jax.models.block import DecoderLayer
 from logra_jax.models.cache import Cache, LayerCache
 from logra_jax.models.config import ModelConfig
+from logra_jax.models.flash import Front
 from logra_jax.models.layers import Embedding, Linear, RMSNorm, Sight, rope_angles
 from logra_jax.models.names import name_table
+from logra_jax.models.remat import LAYER_INPUT, REMAT, rematerialized
 
 Params = dict[str, Any]
 Ids = Int[Array | np.ndarray, "batch time"]
@@ -85,7 +89,9 @@ class CausalLM:
 
     compute_dtype: "float32" or "bfloat16", the activations' dtype; weights are cast to it where they are
         used, while softmax, norm statistics, rotary angles and logits stay in float32.
-    remat: "none", or "full" to keep only each layer's input for the backward pass and compute the rest again.
+    remat: what the backward pass keeps of a layer's activations, the rest being computed again: see `models/remat.py`.
+    attention: "blocked", for a block of queries at a time; or "cudnn", which passes without a cache then use:
+        bfloat16 on NVIDIA GPUs, no forward mode, and real tokens next to each other in their row.
     scan_unroll: layers per turn of the layer loop; None unrolls short stacks on a CPU and nothing elsewhere.
     mesh: devices to compute on: rows are split over them, weights are put together layer by layer. None leaves
         the layout of everything to the compiler.
@@ -96,6 +102,7 @@ class CausalLM:
     config: ModelConfig
     compute_dtype: str = "float32"
     remat: str = "none"
+    attention: str = "blocked"
     scan_unroll: int | None = None
     mesh: Mesh | None = None
     source: str | None = None
@@ -104,8 +111,10 @@ class CausalLM:
 
     def __post_init__(self) -> None:
         check_dtype("compute_dtype", self.compute_dtype)
-        if self.remat not in ("none", "full"):
-            raise UserError(f"remat is {self.remat!r}; choose 'none' or 'full'")
+        if self.remat not in REMAT:
+            raise UserError(f"remat is {self.remat!r}; choose {', '.join(map(repr, REMAT))}")
+        if self.attention not in ("blocked", "cudnn"):
+            raise UserError(f"attention is {self.attention!r}; choose 'blocked' or 'cudnn'")
         if self.scan_unroll is not None and self.scan_unroll < 1:
             raise UserError(f"scan_unroll is {self.scan_unroll}; it counts layers and must be at least 1")
 
@@ -114,7 +123,9 @@ class CausalLM:
         return dataclasses.replace(self, **changes)
 
     @overload
-    def hidden(self, params: Params, input_ids: Any, attention_mask: Any = ...) -> jax.Array: ...
+    def hidden(
+        self, params: Params, input_ids: Any, attention_mask: Any = ..., *, segments: Any = ..., reach: int | None = ...
+    ) -> jax.Array: ...
     @overload
     def hidden(
         self, params: Params, input_ids: Any, attention_mask: Any = ..., *, cache: Cache
@@ -125,6 +136,8 @@ class CausalLM:
         input_ids: Ids,
         attention_mask: Mask | None = None,
         cache: Cache | None = None,
+        segments: Int[Array, "batch time"] | None = None,
+        reach: int | None = None,
     ) -> Any:
         """Hidden states after the final norm, `[batch, time, hidden]` in the compute dtype.
 
@@ -132,16 +145,26 @@ class CausalLM:
             the states at padding mean nothing. A token's position is the number of real tokens before it.
         cache: keys and values of earlier tokens. The new tokens are written at slots `cache.slot` onwards,
             attend to all earlier valid slots, and the result is `(hidden, new cache)`.
+        segments: for rows of several texts, instead of mask and cache: a number above 0 at the tokens of each text,
+            which lie next to each other, and 0 at padding. Texts do not see each other, and each starts at position 0.
+        reach: tokens of the longest text, if segments are given: attention then looks no further.
         """
         batch, time = input_ids.shape
-        if attention_mask is None:
+        if segments is not None:
+            if attention_mask is not None or cache is not None:
+                raise ValueError("segments stand for the attention mask, and rows of several texts have no cache")
+            real = segments > 0
+        elif attention_mask is None:
             real = jnp.ones((batch, time), jnp.bool_)
         else:
             real = jnp.asarray(attention_mask, jnp.bool_)
+        front = Front(real) if self.attention == "cudnn" and cache is None and segments is None else None
+        if front is not None:
+            input_ids, real = front.move(jnp.asarray(input_ids)), front.real
         counted = jnp.cumsum(real.astype(jnp.int32), axis=1)
         if cache is None:
             offset, valid, kv = jnp.zeros((), jnp.int32), real, None
-            positions = jnp.maximum(counted - 1, 0)
+            positions = jnp.maximum(counted - 1, 0) if segments is None else positions_within(segments)
         else:
             slots, offset = cache.valid.shape[1], cache.slot
             if time > slots:
@@ -154,10 +177,11 @@ class CausalLM:
 
         graphs = _parts(self.config, self.mesh).graphs
         x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
-        x, kv = self._layers(params["layers"], x, positions, Sight(valid, offset), kv)
+        sight = Sight(valid, offset, segments, reach, lengths=None if front is None else front.lengths)
+        x, kv = self._layers(params["layers"], x, positions, sight, kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
-            return x
+            return x if front is None else constrain(front.back(x), self.mesh, "batch", None, None)
         lengths, slot = cache.lengths + counted[:, -1], cache.slot + time
         return x, Cache(kv.k, kv.v, valid, lengths, slot, kv.window, kv.state)
 
@@ -182,19 +206,17 @@ class CausalLM:
             unroll = groups if short else 1
 
         def layer(full: bool, carry: tuple[jax.Array, LayerCache | None], values: Params) -> Any:
-            x, kv = nnx.merge(graphs["layers" if full else LINEAR_LAYERS], values)(carry[0], rope, sight, carry[1])
+            module = nnx.merge(graphs["layers" if full else LINEAR_LAYERS], values)
+            x, kv = module(checkpoint_name(carry[0], LAYER_INPUT), rope, sight, carry[1])
             if kv is not None:
                 kv = kv._replace(layer=kv.layer + 1) if full else kv._replace(linear=kv.linear + 1)
             return x, kv
 
-        if self.remat == "full":
-            # In a loop body nothing can be merged with the recomputation, so no barriers are needed there.
-            policy = jax.checkpoint_policies.nothing_saveable
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=unroll > 1, static_argnums=0)
+        kinds = {full: rematerialized(partial(layer, full), self.remat, looped=unroll == 1) for full in (True, False)}
 
         def group(carry: tuple[jax.Array, LayerCache | None], values: Params) -> tuple[Any, None]:
             for place in range(every):
-                carry = layer(place == every - 1, carry, _layer_of_group(values, place, every))
+                carry = kinds[place == every - 1](carry, _layer_of_group(values, place, every))
             return carry, None
 
         sizes = {"self_attn": 1, "linear_attn": every - 1}
@@ -288,6 +310,13 @@ def _layer_of_group(values: Params, place: int, every: int) -> Params:
 def _split_first(size: int, x: Array) -> Array:
     """The first axis as two, the second of them of that size."""
     return x.reshape(-1, size, *x.shape[1:])
+
+
+def positions_within(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """How many tokens of the same segment come before each token; the tokens of a segment lie next to each other."""
+    place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return place - jax.lax.cummax(jnp.where(starts, place, 0), axis=1)
 
 
 def project(hidden: Float[Array, "batch time d"], head: Any) -> Float[Array, "batch time vocab"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from logra_jax.errors import UserError
+from logra_jax.mesh import place
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.decoder import CausalLM, Params, check_dtype
-from logra_jax.models.names import name_table, text_name
+from logra_jax.models.names import HfName, name_table, text_name
 from logra_jax.models.tensor_file import CODES, DTYPES, TensorFile, open_tensor_file
 from logra_jax.models.tokens import end_and_pad_ids
 
@@ -40,7 +42,8 @@ def load_hf(
     shardings: tree like the parameters, of shardings to place each leaf with (default: one device).
     rope_theta, max_position_embeddings: override config.json, and are saved by `save_hf`.
 
-    One stacked leaf at a time is assembled in host memory. Raises UserError for a folder that is incomplete,
+    One stacked leaf at a time is assembled in host memory; of several processes each assembles the parts of its own
+    devices. Raises UserError for a folder that is incomplete,
     damaged, or of a model that this decoder does not compute exactly; nothing is ever skipped or made up.
     """
     folder = Path(folder)
@@ -68,13 +71,41 @@ def load_hf(
     if unknown := set(asked or ()) - set(shapes):
         raise UserError(f"load_hf: dtype names {listing(unknown)}, which are no parameters of this model")
     for path, leaf in shapes.items():
-        names = table[path].names
-        kind = dtype if asked is None else asked.get(path) or _stored_dtype(home[n].dtype for n in names)
-        stack = np.empty(leaf.shape, DTYPES[CODES[check_dtype("dtype", kind)]])
-        for row, name in zip([stack] if table[path].layers is None else stack, names, strict=True):
-            row[...] = table[path].from_file(home[name].read())
-        loaded[path] = jax.device_put(stack, None if places is None else places[path])
+        form = table[path]
+        tensors = [home[name] for name in form.names]
+        kind = dtype if asked is None else asked.get(path) or _stored_dtype(tensor.dtype for tensor in tensors)
+        dtype_there = DTYPES[CODES[check_dtype("dtype", kind)]]
+        read = partial(_read, tensors, form, leaf.shape, dtype_there)
+        loaded[path] = place(leaf.shape, read, None if places is None else places[path])
     return model, unflatten_dict(loaded, sep="/")
+
+
+class Stored(NamedTuple):
+    """A tensor of a file, under the name it has there."""
+
+    file: TensorFile
+    name: str
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype code."""
+        return self.file.entries[self.name].dtype
+
+    def read(self) -> np.ndarray:
+        """Its value."""
+        return self.file.read(self.name)
+
+
+def _read(
+    tensors: list[Stored], form: HfName, shape: tuple[int, ...], dtype: Any, part: tuple[slice, ...]
+) -> np.ndarray:
+    """A part of a parameter of `shape`, `[layers, ...]` if it is a stack; reads those of its tensors that it needs."""
+    out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(part, shape, strict=True)], dtype)
+    stacked = form.layers is not None
+    rows, inner = (out, part[1:]) if stacked else (out[None], part)
+    for row, tensor in zip(rows, tensors[part[0]] if stacked else tensors, strict=True):
+        row[...] = form.from_file(tensor.read())[inner]
+    return out
 
 
 def _stored_dtype(codes: Iterable[str]) -> str:
@@ -132,22 +163,6 @@ def open_shards(folder: Path) -> list[TensorFile]:
             place = f"places in {weight_map[name]}" if name in weight_map else "does not name"
             raise UserError(f"{file.path} holds the tensor {name!r}, which {INDEX} {place}; fetch both again")
     return files
-
-
-class Stored(NamedTuple):
-    """A tensor of a file, under the name it has there."""
-
-    file: TensorFile
-    name: str
-
-    @property
-    def dtype(self) -> str:
-        """Its dtype code."""
-        return self.file.entries[self.name].dtype
-
-    def read(self) -> np.ndarray:
-        """Its value."""
-        return self.file.read(self.name)
 
 
 def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) -> dict[str, Stored]:

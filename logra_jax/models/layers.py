@@ -17,21 +17,36 @@ from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.mesh import AxisTable, constrain
 from logra_jax.models.cache import LayerCache
 from logra_jax.models.config import ModelConfig
+from logra_jax.models.flash import attend_to_front
 
 QUERY_BLOCK = 512  # queries whose scores exist at a time: longer sequences take several turns
+SMALL_BLOCK = 128  # as few where texts are short, so that a block sees little but its own texts
 
 
 class Sight(NamedTuple):
-    """What a query may see: query t of a row sees slot s where `valid[s]` and `s <= offset + t`."""
+    """What a query may see: query t of a row sees slot s where `valid[s]` and `s <= offset + t`.
+
+    segments: with several texts in a row (and no cache), the number of the text that a slot belongs to, the only
+    one that it sees. reach: the length of the longest of them, if that is known.
+    lengths: if the real tokens of every row are its first ones and attention is to be that of cuDNN, their number.
+    """
 
     valid: Bool[Array, "batch slots"]
     offset: Int[Array, ""]
+    segments: Int[Array, "batch slots"] | None = None
+    reach: int | None = None
+    lengths: Int[Array, " batch"] | None = None
 
     def mask(self, start: int | Array, count: int) -> Bool[Array, "batch count slots"]:
         """The slots that queries start .. start + count - 1 may see."""
         queries = jnp.arange(count) + start + self.offset
         seen = jnp.arange(self.valid.shape[1])[None, :] <= queries[:, None]
-        return seen[None] & self.valid[:, None, :]
+        seen = seen[None] & self.valid[:, None, :]
+        if self.segments is None:
+            return seen
+        # Queries past the end fill up a block; which text they see does not matter.
+        own = jnp.take(self.segments, queries, axis=1, mode="clip")
+        return seen & (own[:, :, None] == self.segments[:, None, :])
 
     def real(self, count: int) -> Bool[Array, "batch count"]:
         """Which of `count` queries are no padding."""
@@ -156,19 +171,31 @@ def attend_in_blocks(
     v: Float[Array, "batch slots kv_heads head_dim"],
     sight: Sight,
 ) -> Float[Array, "batch time heads head_dim"]:
-    """`attend` for at most QUERY_BLOCK queries at a time: scores of all queries at once never exist."""
+    """`attend` for at most QUERY_BLOCK queries at a time: scores of all queries at once never exist.
+
+    A block whose queries cannot see far is given only the slots that they reach.
+    """
     batch, time, *inner = q.shape
-    if time <= QUERY_BLOCK:
+    slots = k.shape[1]
+    reach = slots if sight.reach is None else sight.reach
+    longest = min(QUERY_BLOCK, max(reach, SMALL_BLOCK))
+    if time <= longest:
         return attend(q, k, v, sight.mask(0, time))
-    count = -(-time // QUERY_BLOCK)
+    count = -(-time // longest)
     size = -(-time // count)
+    seen = min(slots, reach + size - 1)
     blocks = jnp.pad(q, ((0, 0), (0, count * size - time), (0, 0), (0, 0))).reshape(batch, count, size, *inner)
     # Wide, because their gradients are sums over the blocks.
     wide_k, wide_v = k.astype(jnp.float32), v.astype(jnp.float32)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def block(start: Array, q: Array) -> Array:
-        return attend(q, wide_k.astype(k.dtype), wide_v.astype(v.dtype), sight.mask(start, size))
+        mask, near_k, near_v = sight.mask(start, size), wide_k, wide_v
+        if seen < slots:
+            first = jnp.clip(start - reach + 1, 0, slots - seen)
+            near = partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=seen)
+            mask, near_k, near_v = near(mask, axis=2), near(wide_k, axis=1), near(wide_v, axis=1)
+        return attend(q, near_k.astype(k.dtype), near_v.astype(v.dtype), mask)
 
     mixed = jax.lax.map(lambda xs: block(*xs), (jnp.arange(count) * size, blocks.swapaxes(0, 1)))
     return mixed.swapaxes(0, 1).reshape(batch, count * size, *inner)[:, :time]
@@ -212,7 +239,10 @@ class Attention(nnx.Module):
         if kv is not None:
             kv = kv.write(k, v)
             k, v = kv.read(x.dtype)
-        mixed = attend_in_blocks(q, k, v, sight)
+        if sight.lengths is None:
+            mixed = attend_in_blocks(q, k, v, sight)
+        else:
+            mixed = attend_to_front(q, k, v, sight.lengths)
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
         return self.o_proj(mixed.reshape(*places, -1)), kv

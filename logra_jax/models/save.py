@@ -15,6 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from logra_jax.errors import UserError
+from logra_jax.mesh import fetch as fetch_whole
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.decoder import CausalLM, Params, check_dtype
 from logra_jax.models.hf import INDEX, SINGLE, hf_shapes, open_shards, read_json
@@ -45,6 +46,7 @@ def save_hf(
     dtype: Any = None,
     overwrite: bool = False,
     residual: Params | None = None,
+    write: bool = True,
 ) -> None:
     """Write `params` as a Hugging Face folder that other software can load.
 
@@ -56,6 +58,7 @@ def save_hf(
 
     residual: what bfloat16 parameters lack of the weights, in a tree like theirs with None where there is
         none. A tensor that is stored as bfloat16 is the parameter alone, any other the sum of the two.
+    write: of several processes whose devices hold the parameters together all have to call this, and one writes.
 
     The folder appears complete or not at all: it is written beside its place and renamed. Raises UserError if
     it exists and `overwrite` is not set, if the source is gone or no longer fits, or if a value overflows
@@ -63,17 +66,21 @@ def save_hf(
     """
     folder = Path(folder).resolve()
     code = None if dtype is None else CODES[check_dtype("dtype", dtype)]
-    if folder.exists() and not (overwrite and folder.is_dir()):
+    if write and folder.exists() and not (overwrite and folder.is_dir()):
         raise UserError(f"{folder} exists already; choose another folder or ask for it to be overwritten")
     flat = _checked(model, params)
     layout, metadata = _layout(model, flat, code)
     config = _config_json(model, layout, None if dtype is None else check_dtype("dtype", dtype))
+    read = _reader(model, flat, layout, {} if residual is None else flatten_dict(residual, sep="/"))
+    if not write:
+        for name in (name for tensors in layout.values() for name in tensors):
+            read(name)
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     mark = uuid.uuid4().hex[:8]
     partial = folder.with_name(f".{folder.name}.partial-{mark}")
     partial.mkdir()
     try:
-        read = _reader(model, flat, layout, {} if residual is None else flatten_dict(residual, sep="/"))
         for name, tensors in layout.items():
             write_tensor_file(partial / name, tensors, read, metadata[name])
         (partial / "config.json").write_bytes(config)
@@ -167,7 +174,7 @@ def _reader(
         path, layer = place[name]
 
         def fetch(leaf: Any) -> np.ndarray:
-            return np.asarray(jax.device_get(leaf if table[path].layers is None else leaf[layer]))
+            return np.asarray(fetch_whole(leaf if table[path].layers is None else leaf[layer]))
 
         value, rest = fetch(flat[path]), residual.get(path)
         if rest is not None and codes[stored] != "BF16":

@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from logra_jax.optim.apply import lift as lift
     from logra_jax.optim.apply import sketch_shardings as sketch_shardings
     from logra_jax.optim.apply import state_shardings as state_shardings
+    from logra_jax.optim.galore import per_matrix as per_matrix
+    from logra_jax.optim.galore import stacked_galore as stacked_galore
     from logra_jax.optim.guard import guard_nonfinite as guard_nonfinite
     from logra_jax.optim.guard import step_ok as step_ok
     from logra_jax.optim.guard import update_count as update_count
+    from logra_jax.optim.lora import LoraKernel as LoraKernel
+    from logra_jax.optim.lora import adapter_scale as adapter_scale
+    from logra_jax.optim.lora import adapter_shapes as adapter_shapes
+    from logra_jax.optim.lora import add_adapters as add_adapters
+    from logra_jax.optim.lora import merge_adapters as merge_adapters
+    from logra_jax.optim.lora import split_adapters as split_adapters
     from logra_jax.optim.names import DEFAULT_TARGETS as DEFAULT_TARGETS
     from logra_jax.optim.names import name_hash as name_hash
     from logra_jax.optim.predicted_kl import HiddenHead as HiddenHead
@@ -46,10 +54,14 @@ if TYPE_CHECKING:
 EXPORTS = {
     "DEFAULT_TARGETS": "names",
     "HiddenHead": "predicted_kl",
+    "LoraKernel": "lora",
     "LowRank": "apply",
     "SketchSpec": "spec",
     "Slot": "slot",
     "Target": "spec",
+    "adapter_scale": "lora",
+    "adapter_shapes": "lora",
+    "add_adapters": "lora",
     "apply_updates": "apply",
     "apply_with_residual": "apply",
     "cosine_budget": "predicted_kl",
@@ -60,8 +72,10 @@ EXPORTS = {
     "lift": "apply",
     "logra": "alias",
     "merge": "spec",
+    "merge_adapters": "lora",
     "mismatch_average": "predicted_kl",
     "name_hash": "names",
+    "per_matrix": "galore",
     "predict_kl": "predicted_kl",
     "rounding_keys": "rounding",
     "scale_by_predicted_kl": "predicted_kl",
@@ -73,6 +87,8 @@ EXPORTS = {
     "sketched": "sketching",
     "sketched_value_and_grad": "slot",
     "sketch_shardings": "apply",
+    "split_adapters": "lora",
+    "stacked_galore": "galore",
     "state_shardings": "apply",
     "step_ok": "guard",
     "update_count": "guard",

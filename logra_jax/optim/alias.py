@@ -74,17 +74,17 @@ def logra(
         scale_by_row_adam(b2, eps, b1, by_ratio if preserve_norm is None else preserve_norm, spec),
         scale_by_update_ratio(update_ratio, spec) if by_ratio else optax.scale_by_learning_rate(learning_rate),
     ]
-    inner = _partition({"sketched": optax.chain(*steps), "dense": dense or _refuse()}, spec)
+    inner = partition_targets({"sketched": optax.chain(*steps), "dense": dense or _refuse()}, spec)
     link = [] if kl_budget is None else [scale_by_predicted_kl(kl_budget, alpha_max)]
     last = lift(spec, weight_decay, 1.0 if by_ratio else learning_rate)
     return guard_nonfinite(optax.chain(inner, *link, last))
 
 
-def _partition(
+def partition_targets(
     transforms: dict[str, optax.GradientTransformation], spec: SketchSpec
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.partition` with the labels of the parameters it is given, as updates have the shapes of
-    sketches."""
+    """`optax.partition` of "sketched" (targets) and "dense" leaves, with the labels of the parameters it is given, as
+    updates may have the shapes of sketches."""
 
     def by_labels(params):
         return optax.partition(transforms, spec.labels(params))
@@ -93,7 +93,7 @@ def _partition(
         return by_labels(params).init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        return by_labels(needs_params("logra", params)).update(updates, state, params, **extra_args)
+        return by_labels(needs_params("partition", params)).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

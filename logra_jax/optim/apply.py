@@ -199,7 +199,7 @@ def _write(value: Array, stored: tuple[Array, ...], key: Any) -> tuple[Array, ..
     return (value.astype(stored[0].dtype),)
 
 
-def _in_place(new_core: Callable[..., tuple[Array, ...]], stacks: tuple[Array, ...], *others: Any) -> Any:
+def in_place(new_core: Callable[..., tuple[Array, ...]], stacks: tuple[Array, ...], *others: Any) -> Any:
     """new_core(cores, *others) for each place of the stacks, written over them.
 
     A loop that writes into its carry reuses the donated buffers; a scan would hold all weights twice.
@@ -223,11 +223,11 @@ def _add_dense(stored: tuple[Array, ...], update: Array, key: Any) -> tuple[Arra
 
     # One matrix at a time, so that their sums in float32 never exist together.
     if len(stored) == 2 and update.ndim > 2:
-        return _in_place(add, stored, update, key)
+        return in_place(add, stored, update, key)
     if key is None or key.ndim == 1:
         return add(stored, update, key)
     if update.shape[0] == key.shape[0]:
-        return _in_place(add, stored, update, key)
+        return in_place(add, stored, update, key)
     # Matrices stacked along other axes: the first one's key has bits enough for all of them.
     return add(stored, update, key[0])
 
@@ -252,7 +252,7 @@ def _add_low_rank(stored: tuple[Array, ...], update: LowRank, key: Any, sharding
     stacks = tuple(x.reshape(-1, *shape[n:]) if leading else to_stack(x, matrix) for x in stored)
     factors = update.factor.reshape(-1, *update.factor.shape[-2:])
     keys = None if key is None else key.reshape(-1, 2)
-    stacks = _in_place(add, stacks, factors, update.key_data.reshape(-1, 2), keys)
+    stacks = in_place(add, stacks, factors, update.key_data.reshape(-1, 2), keys)
     return tuple(x.reshape(shape) if leading else from_stack(x, matrix) for x in stacks)
 
 
@@ -271,14 +271,9 @@ def sketch_shardings(spec: SketchSpec, train: Any, shardings: Any) -> Any:
     def one(matrix: Matrix | None, leaf: Any, sharding: Any) -> Any:
         if matrix is None or not isinstance(sharding, NamedSharding):
             return sharding
-        mesh = sharding.mesh
         axes = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
-        split: tuple[str, ...] = ()
-        for place in (axes[a] for a in (*matrix.out_axes, *matrix.in_axes)):
-            for name in (place,) if isinstance(place, str) else place or ():
-                if matrix.d % prod(mesh.shape[n] for n in (*split, name)) == 0:
-                    split = (*split, name)
-        return NamedSharding(mesh, PartitionSpec(*(axes[a] for a in matrix.batch_axes), None, split))
+        split = widest(sharding.mesh, matrix.d, *(axes[a] for a in (*matrix.out_axes, *matrix.in_axes)))
+        return NamedSharding(sharding.mesh, PartitionSpec(*(axes[a] for a in matrix.batch_axes), None, split))
 
     return map_leaves(one, spec.matrices(train), train, shardings)
 
@@ -287,9 +282,9 @@ def state_shardings(tx: optax.GradientTransformation, train: Any) -> Any:
     """Shardings for the state of `tx`, for `jax.jit(tx.init, out_shardings=state_shardings(tx, train))`.
 
     A state leaf whose key path ends in a parameter's path follows that parameter: one of the same shape has
-    its sharding, one without its input axis (second moments of rows) or with r in place of it (momentum) has
-    it with that axis taken out or not split. Everything else, counters above all, is replicated over the
-    same mesh.
+    its sharding, and one without its input axis (second moments of rows) has it with that axis taken out. One
+    with r in place of an axis of the matrix (momentum of sketches, projectors) has the other axis split over the
+    mesh axes of both, as sketches are. Everything else, counters above all, is replicated over the same mesh.
 
     Args:
       tx: any optax transformation, chains, `partition`, `masked` and `inject_hyperparams` included.
@@ -316,9 +311,26 @@ def _follow(param: Any, shape: tuple[int, ...]) -> Any:
         return param.sharding
     if len(own) < 2 or not isinstance(param.sharding, NamedSharding):
         return None
-    axes = (*param.sharding.spec, *(None,) * (len(own) - len(param.sharding.spec)))
+    mesh = param.sharding.mesh
+    axes: tuple[Any, ...] = (*param.sharding.spec, *(None,) * (len(own) - len(param.sharding.spec)))
+    *stack, rows, columns = axes
     if shape == (*own[:-2], own[-1]):
-        return NamedSharding(param.sharding.mesh, PartitionSpec(*axes[:-2], axes[-1]))
-    if len(shape) == len(own) and (*shape[:-2], shape[-1]) == (*own[:-2], own[-1]):
-        return NamedSharding(param.sharding.mesh, PartitionSpec(*axes[:-2], None, axes[-1]))
+        return NamedSharding(mesh, PartitionSpec(*stack, columns))
+    if len(shape) != len(own) or shape[:-2] != own[:-2]:
+        return None
+    by_rows, by_columns = widest(mesh, own[-2], rows, columns), widest(mesh, own[-1], columns, rows)
+    if shape[-1] == own[-1]:
+        return NamedSharding(mesh, PartitionSpec(*stack, None, by_columns))
+    if shape[-2] in own[-2:]:
+        return NamedSharding(mesh, PartitionSpec(*stack, by_rows if shape[-2] == own[-2] else by_columns, None))
     return None
+
+
+def widest(mesh: Any, size: int, *places: Any) -> tuple[str, ...]:
+    """All mesh axes of `places`, as far as they divide a dimension of that size."""
+    split: tuple[str, ...] = ()
+    for place in places:
+        for name in (place,) if isinstance(place, str) else place or ():
+            if size % prod(mesh.shape[n] for n in (*split, name)) == 0:
+                split = (*split, name)
+    return split

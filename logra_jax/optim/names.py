@@ -1,4 +1,4 @@
-"""Weight names: the hash that keys a projection, and the names that are sketched by default.
+"""Names: the hash of a weight's, which keys its projection, those sketched by default, and one for remat policies.
 
 Neither jax nor flax is imported: an engine that rebuilds projections needs this module and `twin`.
 """
@@ -10,6 +10,10 @@ import hashlib
 DEFAULT_TARGETS: tuple[str, ...] = (
     r"(^|[./])((q|k|v|o|gate|up|down)_proj|linear_attn[./](in_proj_qkv|in_proj_z|out_proj))([./](weight|kernel))?$",
 )
+
+# What the backward pass keeps of a sketched kernel's input, x A^T, under this name for remat policies
+# (`jax.checkpoint_policies.save_only_these_names`).
+PROJECTED_INPUT = "projected_input"
 
 
 def name_hash(name: str) -> int:

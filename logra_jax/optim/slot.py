@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from logra_jax._shapes import Array, Float
 from logra_jax.errors import UserError
+from logra_jax.optim.names import PROJECTED_INPUT
 from logra_jax.optim.projection import expand_leaf, signs, weight_keys
 from logra_jax.optim.spec import Matrix, SketchSpec, leaves_with_paths, map_leaves, path_string, sketch_zeros
 
@@ -122,7 +124,7 @@ def _matmul_jvp(static: tuple[str, bool], primals: Any, tangents: Any) -> tuple[
         a = signs(key_data, r, k, distribution, x.dtype)
         p = lax.dot_general(x, a, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         # Scaled before it is rounded to the compute dtype; this is all of x that the backward pass keeps.
-        p = (p * np.float32(r**-0.5)).astype(x.dtype)
+        p = checkpoint_name((p * np.float32(r**-0.5)).astype(x.dtype), PROJECTED_INPUT)
         change = lax.dot_general(p, u_dot, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         change = change.astype(y.dtype)
         y_dot = change if y_dot is None else y_dot + change
@@ -239,19 +241,34 @@ def sketched_value_and_grad(
         more to find out.
 
     Returns:
-      A function (train, *args, step) -> (value, gradients). `step` is the number of the update, an int or
-      int32 scalar: `sketch_count(opt_state)`. Sketches of several batches at one step may be added.
+      A function (train, *args, step, into=None) -> (value, gradients). `step` is the number of the update, an int
+      or int32 scalar: `sketch_count(opt_state)`. Sketches of several batches at one step may be added: with `into`,
+      as in `value_and_add_grad`, that happens in place.
 
     Raises:
       UserError: a target is differentiated itself as well.
     """
 
-    def value_and_grad(train: Any, *args: Any, step: Any) -> Any:
+    def value_and_grad(train: Any, *args: Any, step: Any, into: Any = None) -> Any:
         def value(tree: Any) -> Any:
             out = loss_fn(tree, *args)
             return out[0] if has_aux else out
 
         free, tree = place(value, train, spec.matrices(train), spec, step, materialize)
-        return jax.value_and_grad(lambda f: loss_fn(tree(f), *args), has_aux=has_aux)(free)
+        return value_and_add_grad(lambda f: loss_fn(tree(f), *args), free, into, has_aux)
 
     return value_and_grad
+
+
+def value_and_add_grad(fn: Callable[[Any], Any], at: Any, into: Any, has_aux: bool = False) -> tuple[Any, Any]:
+    """`jax.value_and_grad(fn, has_aux=has_aux)(at)`, the gradient returned or, with `into`, added to what is there.
+
+    into: a tree like `at` of `jax.Ref`s of the gradients' shapes and dtypes; None is returned in place of gradients.
+    The gradients of stacked layers are added layer by layer on the way back, so that no second stack exists.
+    """
+    if into is None:
+        return jax.value_and_grad(fn, has_aux=has_aux)(at)
+    vjp: Any = jax.vjp
+    value, backwards, *aux = vjp(fn, at, has_aux=has_aux)
+    backwards.with_refs(into)(jnp.ones_like(value))
+    return ((value, *aux) if has_aux else value), None

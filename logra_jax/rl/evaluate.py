@@ -63,6 +63,7 @@ def evaluate(
     seed: int = 0,
     update: int = 0,
     place: Callable[[np.ndarray], jax.Array | np.ndarray] = np.asarray,
+    fetch: Callable[[Any], Any] = jax.device_get,
     after_batch: Callable[[], object] = lambda: None,
 ) -> Evaluation:
     """Draw `samples` answers per prompt with `sampler`, grade all of them and count.
@@ -70,8 +71,8 @@ def evaluate(
     decode: token ids to text. batch: prompts per call of the sampler; the last call is filled up with copies
     of the last prompt, which are not counted, so that one program serves all. ks: numbers k for pass@k, each
     at most `samples`. seed, update: see `Sampler.generate`; keep them fixed to compare policies under equal
-    noise. place: puts an array [batch, ...] onto the devices. after_batch: called after every batch, and may
-    raise to stop.
+    noise. place: puts an array [batch, ...] onto the devices; fetch: gets all of a tree of arrays back.
+    after_batch: called after every batch, and may raise to stop.
 
     Metrics, over graded answers unless said otherwise:
       accuracy: share of rewards of at least 1; reward: mean; pass@k: the unbiased estimate of the chance that
@@ -96,7 +97,7 @@ def evaluate(
     for start in range(0, count, batch):
         rows = np.minimum(np.arange(start, start + batch), count - 1)
         real = min(batch, count - start) * samples
-        rollout = jax.device_get(
+        rollout = fetch(
             sampler.generate(
                 params,
                 place(prompts.tokens[rows]),

@@ -1,7 +1,7 @@
-"""Token log-probabilities in chunks of positions, and the policy loss with counts from outside.
+"""Token log-probabilities in chunks of positions, and the policy loss with weights from outside.
 
-Every function works on any part of a step's rows: the parts' losses, gradients and sums add up to those of
-the whole step, because the counts of the whole step are passed in.
+Every function works on any part of a step's tokens: the parts' losses, gradients and sums add up to those of
+the whole step, because what a token counts in the whole step is passed in.
 """
 
 from dataclasses import dataclass
@@ -88,6 +88,7 @@ def token_logprobs(
     temperature: float | Array,
     chunk: int | None = None,
     mesh: Mesh | None = None,
+    wanted: Bool[Array, "b c"] | None = None,
 ) -> tuple[Float[Array, "b c"], Float[Array, "b c"]]:
     """(log softmax(hidden @ head / temperature)[targets], entropy in nats), both float32 [B, C].
 
@@ -96,7 +97,8 @@ def token_logprobs(
     time, under `jax.checkpoint`, so that [B, chunk, V] is the largest array alive in either direction; None
     takes as many as keep it below 256 MiB. Chunks run along the positions, not over flattened tokens: rows
     stay on their devices. mesh: its devices share the vocabulary of each chunk; the head comes split the same
-    way, and the few hidden states of a chunk go to all of them.
+    way, and the few hidden states of a chunk go to all of them. wanted: positions that matter; chunks without any
+    cost nothing, and both results are 0 there.
     """
     batch, length, _ = hidden.shape
     if chunk is None:
@@ -106,24 +108,48 @@ def token_logprobs(
     count = max(1, -(-length // chunk))
     size = -(-length // count)
 
-    @jax.checkpoint
-    def piece(hidden, targets):
+    def whole_piece(hidden, targets):
         hidden = constrain(hidden, mesh, None, None, None)
         logits = constrain(scaled_logits(hidden, head, temperature), mesh, None, None, "logits")
         # A comparison instead of a gather: no scatter in the gradient, and the vocabulary may be sharded.
-        chosen = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-        picked = jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1)
+        # Behind a barrier with the chunk's ids, or what is the same for all chunks would be kept at full size.
+        ids = jnp.arange(head.shape[1], dtype=targets.dtype)
+        ids, zero, targets = jax.lax.optimization_barrier((ids, jnp.zeros(()), targets))
+        chosen = ids[None, None, :] == targets[..., None]
+        picked = jnp.sum(jnp.where(chosen, logits, zero), axis=-1)
         found = picked - jax.nn.logsumexp(logits, axis=-1), entropy_of(logits)
         return tuple(constrain(x, mesh, "batch", None) for x in found)
 
+    @jax.checkpoint
+    def piece(hidden, targets, wanted):
+        if wanted is None:
+            return whole_piece(hidden, targets)
+        nothing = jnp.zeros(targets.shape, jnp.float32)
+        return jax.lax.cond(jnp.any(wanted), whole_piece, lambda *_: (nothing, nothing), hidden, targets)
+
     if count == 1:
-        return piece(hidden, targets)
-    pad = count * size - length
-    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(batch, count, size, -1)
-    targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(batch, count, size)
-    parts = jax.lax.map(lambda xs: piece(*xs), (hidden.swapaxes(0, 1), targets.swapaxes(0, 1)))
+        return piece(hidden, targets, wanted)
+
+    def split(x):
+        padded = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2)))
+        return padded.reshape(batch, count, size, *x.shape[2:]).swapaxes(0, 1)
+
+    parts = jax.lax.map(lambda xs: piece(*xs), jax.tree.map(split, (hidden, targets, wanted)))
     logprobs, entropy = (x.swapaxes(0, 1).reshape(batch, -1)[:, :length] for x in parts)
     return logprobs, entropy
+
+
+def token_weights(
+    aggregation: str, lengths: Int[Array, " n"], total_tokens: Float[Array, ""], total_sequences: Float[Array, ""]
+) -> Float[Array, " n"]:
+    """What each token of a row counts in the step's mean: over its tokens, or over its rows ("sequence").
+
+    lengths: tokens of each row. total_tokens and total_sequences count the valid tokens and rows of the whole
+    step, so that the parts of a split batch add up to exactly one mean.
+    """
+    if aggregation == "token":
+        return jnp.broadcast_to(1.0 / jnp.maximum(total_tokens, 1.0), lengths.shape)
+    return 1.0 / (jnp.maximum(lengths.astype(jnp.float32), 1.0) * jnp.maximum(total_sequences, 1.0))
 
 
 def policy_loss(
@@ -132,25 +158,24 @@ def policy_loss(
     old_logprobs: Float[Array, "b c"] | None,
     rollout_logprobs: Float[Array, "b c"],
     ref_logprobs: Float[Array, "b c"] | None,
-    advantages: Float[Array, "b"],
+    advantages: Float[Array, "b #c"],
+    weights: Float[Array, "b #c"],
     mask: Bool[Array, "b c"],
     ended: Bool[Array, "b c"],
     settings: LossSettings,
-    *,
-    total_tokens: Float[Array, ""],
-    total_sequences: Float[Array, ""],
 ) -> tuple[Float[Array, ""], LossSums]:
-    """The part of the step's policy loss that falls on these rows, and its sums. Arrays float32, masks bool.
+    """The part of the step's policy loss that falls on these tokens, and its sums. Arrays float32, masks bool.
 
-    Per valid token, with ratio = exp(logp - old) and A the row's advantage:
+    The sum over the valid tokens of weight x loss where, with ratio = exp(logp - old) and A the advantage,
 
         loss = -w min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A) + reference_kl k3(ref - logp)
         w    = min(exp(old - rollout), importance_cap), no gradient; 1 where importance_cap is None
         k3(d) = exp(d) - d - 1
 
+    Tokens may lie in rows of their own answer or in any other order: advantages and weights (from
+    `token_weights`) have one column for each token, or a single one where they are those of the row.
     old_logprobs None stands for the current policy: ratio 1, the plain policy gradient. mask: valid tokens;
-    ended: those of them whose response ended by itself. total_tokens and total_sequences count the valid
-    tokens and rows of the whole step, so that the parts of a split batch add up to exactly one mean.
+    ended: those of them whose response ended by itself.
 
     Values at masked positions, NaN included, touch neither the loss nor the gradient, and log ratios are
     bounded to +-20 before `exp`. A step without a valid token has loss 0 and gradient 0. Raises ValueError
@@ -167,11 +192,10 @@ def policy_loss(
     # Constant, and with it the importance weight.
     old = jax.lax.stop_gradient(logprobs if old_logprobs is None else valid(old_logprobs))
     ratio = jnp.exp(_bounded(logprobs - old))
-    scale = advantages[:, None]
-    plain = ratio * scale
+    plain = ratio * advantages
     low = -jnp.inf if settings.clip_low is None else 1.0 - settings.clip_low
     high = jnp.inf if settings.clip_high is None else 1.0 + settings.clip_high
-    clip = jnp.clip(ratio, low, high) * scale
+    clip = jnp.clip(ratio, low, high) * advantages
     # Only where the clipped branch is strictly the smaller one is a token's gradient cut. A selection by that
     # condition, because the gradient of minimum() and clip() is halved where both sides are equal.
     clipped = mask & (clip < plain)
@@ -191,13 +215,7 @@ def policy_loss(
         if settings.reference_kl:
             per_token = per_token + settings.reference_kl * kl
 
-    if settings.aggregation == "token":
-        loss = jnp.sum(per_token) / jnp.maximum(total_tokens, 1.0)
-    else:
-        lengths = jnp.sum(mask, axis=1, dtype=jnp.float32)
-        loss = jnp.sum(jnp.sum(per_token, axis=1) / jnp.maximum(lengths, 1.0))
-        loss = loss / jnp.maximum(total_sequences, 1.0)
-
+    loss = jnp.sum(valid(weights) * per_token)
     sums = LossSums(
         loss=loss,
         tokens=jnp.sum(mask, dtype=jnp.float32),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from logra_jax._shapes import Array, Bool, Float, Int
+from logra_jax._shapes import Array, Float
 from logra_jax.mesh import AxisTable, constrain
 from logra_jax.optim import (
     HiddenHead,
@@ -26,9 +26,21 @@ from logra_jax.optim import (
     step_ok,
     update_count,
 )
+from logra_jax.optim.slot import value_and_add_grad
+from logra_jax.rl.batch import (
+    Batch,
+    over_micro_batches,
+    over_packed_rows,
+    padding_share,
+    row_fields,
+    take,
+    turn_size,
+    valid_tokens,
+)
 from logra_jax.rl.kl import policy_kl
-from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_logprobs
-from logra_jax.rl.rollout import attention_mask, completion_mask
+from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_weights
+from logra_jax.rl.policy import Policy
+from logra_jax.rl.rollout import completion_mask
 
 Tree = Any
 
@@ -45,48 +57,6 @@ class TrainState(NamedTuple):
     residual: Tree = None
 
 
-class Batch(NamedTuple):
-    """Rows to learn from; N = prompts x generations, P and C the widths of prompts and completions.
-
-    ``old_logprobs`` is needed only when a batch serves several updates, ``ref_logprobs`` only with a reference KL.
-    ``probe`` holds the row numbers whose responses predict the KL; ``check`` says whether it is also measured.
-    """
-
-    tokens: Int[Array, "n t"]
-    prompt_lengths: Int[Array, " n"]
-    lengths: Int[Array, " n"]
-    stopped: Bool[Array, " n"]
-    valid: Bool[Array, " n"]
-    advantages: Float[Array, " n"]
-    rollout_logprobs: Float[Array, "n c"]
-    probe: Int[Array, " r"]
-    check: Bool[Array, ""]
-    old_logprobs: Float[Array, "n c"] | None = None
-    ref_logprobs: Float[Array, "n c"] | None = None
-
-
-class Policy(NamedTuple):
-    """What turns rows into log-probabilities. ``vocab_size`` ids exist; ids past it are padding of the table."""
-
-    model: Any
-    vocab_size: int
-    temperature: float
-    prompt_width: int
-
-    def hidden_head(self, params: Tree, rows: Batch) -> HiddenHead:
-        """Final hidden states that predict each completion token ``[n, c, d]`` and the output head ``[d, v]``."""
-        start, width = self.prompt_width, rows.tokens.shape[1] - self.prompt_width
-        mask = attention_mask(rows.prompt_lengths, rows.lengths, start, width)
-        hidden = self.model.hidden(params, rows.tokens[:, :-1], mask[:, :-1])
-        head = self.model.head(params)[:, : self.vocab_size].astype(hidden.dtype)
-        return HiddenHead(hidden[:, start - 1 :], constrain(head, self.model.mesh, None, "logits"))
-
-    def logprobs(self, params: Tree, rows: Batch) -> tuple[Float[Array, "n c"], Float[Array, "n c"]]:
-        """Log-probability at the sampling temperature and entropy (nats) of every completion position."""
-        hidden, head = self.hidden_head(params, rows)
-        return token_logprobs(hidden, head, rows.tokens[:, self.prompt_width :], self.temperature, mesh=self.model.mesh)
-
-
 def _means(sums: LossSums) -> dict[str, Array]:
     """The sums of a step as means over its valid tokens."""
     mean = jax.tree.map(lambda total: total / jnp.maximum(sums.tokens, 1.0), sums)
@@ -101,47 +71,6 @@ def _means(sums: LossSums) -> dict[str, Array]:
         "kl/reference": mean.reference_kl,
         "kl/mismatch": sums.mismatch / jnp.maximum(sums.ended_tokens, 1.0),
     }
-
-
-def _valid_tokens(batch: Batch) -> Bool[Array, "n c"]:
-    return completion_mask(batch.lengths, batch.rollout_logprobs.shape[1]) & batch.valid[:, None]
-
-
-def _row_fields(batch: Batch) -> dict[str, Array]:
-    fields = batch._asdict()
-    return {k: v for k, v in fields.items() if k not in ("probe", "check") and v is not None}
-
-
-def _take(batch: Batch, rows: Int[Array, " r"]) -> Batch:
-    return batch._replace(**{k: v[rows] for k, v in _row_fields(batch).items()})
-
-
-def _over_micro_batches(function: Callable, batch: Batch, micro_batch: int, initial: Tree) -> Tree:
-    """Sum of ``function(rows)`` over micro-batches, accumulated in place in the carry of a scan."""
-    count = batch.tokens.shape[0] // micro_batch if micro_batch else 1
-    if count == 1:
-        return function(batch)
-    # Row i goes to micro-batch i mod count, so that a batch split over devices stays split in every micro-batch.
-    split = {k: v.reshape(-1, count, *v.shape[1:]).swapaxes(0, 1) for k, v in _row_fields(batch).items()}
-
-    def body(total: Tree, rows: dict[str, Array]) -> tuple[Tree, None]:
-        return jax.tree.map(jnp.add, total, function(batch._replace(**rows))), None
-
-    return jax.lax.scan(body, initial, split)[0]
-
-
-def make_score(policy: Policy, micro_batch: int) -> Callable[[Tree, Tree, Batch], Float[Array, "n c"]]:
-    """Jitted ``score(train, frozen, batch)``: log-probabilities ``[n, c]`` of the rows under other weights."""
-
-    def score(train: Tree, frozen: Tree, batch: Batch) -> Float[Array, "n c"]:
-        params = merge(train, frozen)
-        fields = _row_fields(batch)
-        size = micro_batch or batch.tokens.shape[0]
-        split = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in fields.items()}
-        scored = jax.lax.map(lambda rows: policy.logprobs(params, batch._replace(**rows))[0], split)
-        return scored.reshape(batch.rollout_logprobs.shape)
-
-    return jax.jit(score)
 
 
 def make_update(
@@ -168,7 +97,8 @@ def make_update(
       loss: aggregation, clipping, importance cap and reference KL.
       sketched: take sketches of the targets; False takes dense gradients, for a dense optimizer.
       kl_control: ``tx`` has a ``scale_by_predicted_kl`` link, which is given the prediction on the probe.
-      micro_batch: rows per forward and backward pass; 0 takes all rows at once. The result does not depend on it.
+      micro_batch: rows per forward and backward pass; 0 takes all rows at once. The result does not depend on it,
+        nor on ``Batch.packing``, which replaces it.
       mismatch: subtract the running mismatch of rollout and trainer from the KL budget.
       probe_tokens: longest response prefix, in tokens, that the KL probe looks at.
       check_responses: responses of the probe on which the KL that really came out is measured, in float32.
@@ -193,67 +123,139 @@ def make_update(
 
     def gradient(train: Tree, frozen: Tree, batch: Batch, step: Array) -> tuple[LossSums, Tree]:
         # Counts of the whole step, so that the micro-batches add up to exactly one mean.
-        total_tokens = jnp.sum(_valid_tokens(batch), dtype=jnp.float32)
+        total_tokens = jnp.sum(valid_tokens(batch), dtype=jnp.float32)
         total_sequences = jnp.sum(batch.valid, dtype=jnp.float32)
+        packed = batch.packing is not None
+        whole = policy.everywhere(batch) if packed else batch
 
-        def of_rows(rows: Batch) -> tuple[LossSums, Tree]:
-            mask = _valid_tokens(rows)
+        def weights_of(rows: Batch) -> Float[Array, " n"]:
+            return token_weights(loss.aggregation, rows.lengths, total_tokens, total_sequences)
 
+        def of_rows(rows: Batch, into: Tree = None) -> tuple[LossSums, Tree]:
+            mask = valid_tokens(rows)
+            return of_pass(
+                lambda params: policy.logprobs(params, rows),
+                into,
+                old_logprobs=rows.old_logprobs,
+                rollout_logprobs=rows.rollout_logprobs,
+                ref_logprobs=rows.ref_logprobs,
+                advantages=rows.advantages[:, None],
+                weights=weights_of(rows)[:, None],
+                mask=mask,
+                ended=mask & rows.stopped[:, None],
+            )
+
+        def of_packed(number: Array, into: Tree = None) -> tuple[LossSums, Tree]:
+            slots = policy.slots(whole, number)
+            token = lambda values: None if values is None else slots.of_completion(values)
+            answer = slots.of_answer
+            return of_pass(
+                lambda params: policy.packed_logprobs(params, whole.tokens, slots),
+                into,
+                old_logprobs=token(whole.old_logprobs),
+                rollout_logprobs=token(whole.rollout_logprobs),
+                ref_logprobs=token(whole.ref_logprobs),
+                advantages=answer(whole.advantages),
+                weights=answer(weights_of(whole)),
+                mask=slots.learns,
+                ended=slots.learns & answer(whole.stopped),
+            )
+
+        def of_pass(logprobs: Callable[[Tree], tuple[Array, Array]], into: Tree, **terms: Any) -> tuple[LossSums, Tree]:
             def value(train: Tree) -> tuple[Array, LossSums]:
-                logprobs, entropy = policy.logprobs(merge(train, frozen), rows)
-                return policy_loss(
-                    logprobs, entropy, rows.old_logprobs, rows.rollout_logprobs, rows.ref_logprobs,
-                    rows.advantages, mask, mask & rows.stopped[:, None], loss,
-                    total_tokens=total_tokens, total_sequences=total_sequences,
-                )  # fmt: skip
+                return policy_loss(*logprobs(merge(train, frozen)), **terms, settings=loss)
 
             if sketched:
-                (_, sums), grads = sketched_value_and_grad(value, spec, has_aux=True)(train, step=step)
+                (_, sums), grads = sketched_value_and_grad(value, spec, has_aux=True)(train, step=step, into=into)
             else:
-                (_, sums), grads = jax.value_and_grad(value, has_aux=True)(train)
-            # Gradients of bfloat16 weights add up in float32.
+                (_, sums), grads = value_and_add_grad(value, train, into, has_aux=True)
+            return sums, grads
+
+        def passes(function: Callable, initial: Tree) -> Tree:
+            if packed:
+                return over_packed_rows(function, batch, initial)
+            return over_micro_batches(function, batch, micro_batch, initial)
+
+        def wide(rows: Any) -> tuple[LossSums, Tree]:
+            sums, grads = one(rows)
             return sums, laid_out(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads), train)
 
-        shapes = jax.eval_shape(of_rows, batch)
-        sums, grads = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        zeros = sums, laid_out(grads, train)
-        return _over_micro_batches(of_rows, batch, micro_batch, zeros)
+        one = of_packed if packed else of_rows
+        sum_shapes, shapes = jax.eval_shape(one, jnp.int32(0) if packed else batch)
+        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sum_shapes)
+        # Behind a barrier, or the compiler keeps one zero sketch until the end for all later uses of zeros.
+        zero = jax.lax.optimization_barrier(jnp.zeros(()))
+        totals = laid_out(jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero, jnp.float32), shapes), train)
+        if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(shapes)):
+            # Gradients of bfloat16 weights add up in float32, which takes a conversion in between.
+            return passes(wide, (sums, totals))
+        into = jax.tree.map(jax.new_ref, totals)
+        sums = passes(lambda rows: one(rows, into)[0], sums)
+        return sums, jax.tree.map(jax.freeze, into)
 
     def update(state: TrainState, frozen: Tree, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         train = state.train
         step = sketch_count(state.opt_state) if sketched else jnp.zeros((), jnp.int32)
         sums, grads = gradient(train, frozen, batch, step)
-        metrics = _means(sums) | {"grad/norm": optax.tree.norm(grads)}
+        metrics = _means(sums) | {"grad/norm": optax.tree.norm(grads), "padding/share": padding_share(batch)}
         average = state.mismatch
         if mismatch:  # where no answer ended by itself there is nothing to observe
             observed = mismatch_average(average, metrics["kl/mismatch"])
             average = jnp.where(sums.ended_tokens > 0, observed, average)
 
-        probe = _take(batch, batch.probe)
+        probe = take(batch, batch.probe)
         longest = min(probe.tokens.shape[1], policy.prompt_width + probe_tokens)
         probe = probe._replace(
             tokens=probe.tokens[:, :longest],
             lengths=jnp.minimum(probe.lengths, longest - policy.prompt_width),
         )
         probe_mask = completion_mask(probe.lengths, longest - policy.prompt_width)
-        # Small passes: compiling their layers one by one would cost more than running them faster saves.
-        looped = policy._replace(model=policy.model.replace(scan_unroll=1))
-        predicted = predict_kl(
-            lambda train: looped.hidden_head(merge(train, frozen), probe), train, spec,
-            step=step, mask=probe_mask, temperature=policy.temperature, head_sharding=head_sharding,
-        )  # fmt: skip
+        limit = micro_batch if batch.packing is None else batch.packing.source.shape[1]  # rows alive at a time
+        # Small passes: compiling their layers one by one would cost more than running them faster saves. In forward
+        # mode and in float32, cuDNN has no attention.
+        looped = policy._replace(model=policy.model.replace(scan_unroll=1, attention="blocked"))
+
+        def predicted(updates: Tree) -> Array:
+            """Predicted KL on the probe, no more of whose rows are alive at a time than in the gradient."""
+
+            def of_rows(rows: Batch) -> tuple[Array, Array]:
+                mask = completion_mask(rows.lengths, longest - policy.prompt_width)
+                mean = predict_kl(
+                    lambda train: looped.hidden_head(merge(train, frozen), rows), train, spec if sketched else None,
+                    step=step, mask=mask, temperature=policy.temperature, head_sharding=head_sharding,
+                )(updates)  # fmt: skip
+                tokens = jnp.sum(mask, dtype=jnp.float32)
+                return mean * tokens, tokens
+
+            size = turn_size(probe.tokens.shape[0], limit)
+            total, tokens = over_micro_batches(of_rows, probe, size, (jnp.zeros(()), jnp.zeros(())))
+            return total / jnp.maximum(tokens, 1.0)
 
         exact = looped._replace(model=looped.model.replace(compute_dtype="float32"))
-        checked = _take(probe, jnp.arange(check_responses))
+        checked = take(probe, jnp.arange(check_responses))
 
-        def check_hidden(train: Tree) -> HiddenHead:
-            return exact.hidden_head(merge(train, frozen), checked)
+        def check_hidden(train: Tree) -> Float[Array, "r c d"]:
+            params, size = merge(train, frozen), turn_size(check_responses, limit)
+            turns = {k: v.reshape(-1, size, *v.shape[1:]) for k, v in row_fields(checked).items()}
+            found = jax.lax.map(lambda rows: exact.hidden_head(params, checked._replace(**rows)).hidden, turns)
+            return found.reshape(-1, *found.shape[2:])
+
+        def check_head(train: Tree) -> Float[Array, "d v"]:
+            head = policy.model.head(merge(train, frozen))[:, : policy.vocab_size]
+            return constrain(head, policy.model.mesh, None, "logits")
+
+        def check_before(train: Tree) -> tuple[Array, Array | None]:
+            """What the update writes over: not the head, where the targets alone are trained."""
+            others = len(jax.tree.leaves(train)) > len(spec.matrices(train))
+            return check_hidden(train), check_head(train) if others else None
 
         if check_responses:
             # Taken before the weights are written over; the branch costs nothing on the other updates.
-            shapes = jax.eval_shape(check_hidden, train)
+            shapes = jax.eval_shape(check_before, train)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-            before = jax.lax.cond(batch.check, check_hidden, lambda _: zeros, train)
+            before = jax.lax.cond(batch.check, check_before, lambda _: zeros, train)
+            # One after the other: the compiler would rather copy all weights than look at them before they are changed.
+            before, train = jax.lax.optimization_barrier((before, train))
 
         updates, opt_state = tx.update(grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average)
         residual = state.residual
@@ -274,7 +276,11 @@ def make_update(
         if check_responses:
 
             def measure(new_train: Tree) -> Array:
-                return policy_kl(before, check_hidden(new_train), probe_mask[:check_responses], policy.temperature)
+                head, (hidden, old_head) = check_head(new_train), before
+                old = HiddenHead(hidden, head if old_head is None else old_head)
+                new = HiddenHead(check_hidden(new_train), head)
+                mask = probe_mask[:check_responses]
+                return policy_kl(old, new, mask, policy.temperature, mesh=policy.model.mesh)
 
             metrics["kl/realized"] = jax.lax.cond(
                 batch.check, measure, lambda _: jnp.full((), jnp.nan, jnp.float32), new_train

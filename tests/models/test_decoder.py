@@ -272,7 +272,10 @@ def test_equal_handles_share_one_program(random_params):
     assert model.replace(remat="full") != model
 
 
-@pytest.mark.parametrize(("field", "value"), [("compute_dtype", "float16"), ("remat", "some"), ("scan_unroll", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("compute_dtype", "float16"), ("remat", "some"), ("attention", "flash"), ("scan_unroll", 0)],
+)
 def test_settings_out_of_range_are_named(field, value):
     with pytest.raises(UserError, match=f"{field} is {value!r}"):
         CausalLM(CONFIG, **{field: value})

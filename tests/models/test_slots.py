@@ -47,7 +47,7 @@ def test_sketches_are_projected_dense_gradients(random_params):
             sketched = [signs(9, 3, n, 4, g.shape[0]) / 2 @ g for n, g in zip(names, rows, strict=True)]
             expected[path] = np.stack(sketched).reshape(*leaf.shape[:-2], 4, -1)
     assert len(expected) == 8
-    for change in ({"scan_unroll": 3}, {"remat": "full"}):
+    for change in ({"scan_unroll": 3}, {"remat": "full"}, {"remat": "projected"}, {"remat": "offload"}):
         model = MODEL.replace(**change)
         run = sketched_value_and_grad(lambda train: loss(train, model), SPEC, materialize=False)  # noqa: B023
         _, grads = jax.jit(lambda train: run(train, step=3))(train)  # noqa: B023

@@ -191,7 +191,7 @@ def test_state_follows_the_parameters(wrap) -> None:
 
     layer = "['layers']['up']['kernel']"
     assert find(".rms", layer) == [PartitionSpec(None, "tensor")]
-    assert find(".momentum", layer) == [PartitionSpec(None, None, "tensor")]
+    assert find(".momentum", layer) == [PartitionSpec(None, None, ("tensor", "fsdp"))]
     if wrap == "chain":
         assert find(".rms", "rms['kernel']") == [PartitionSpec(None)]
         assert find(".rms", "['norm']") == [PartitionSpec("tensor")]

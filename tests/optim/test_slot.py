@@ -1,5 +1,6 @@
 """The sketch as a derivative: A times the dense gradient, under every transformation that models use."""
 
+import math
 from functools import partial
 
 import flax.linen as nn
@@ -59,6 +60,38 @@ def test_four_micro_batches_add_up_to_one(toy, project) -> None:
     total, _ = jax.jit(lambda: jax.lax.scan(body, zero, parts))()
     want = expected_sketches(toy, project, toy.params, toy.x, toy.y)
     jax.tree.map(lambda got, w: close(got / 4, w), total, want)
+
+
+def test_sums_in_place_hold_no_second_stack() -> None:
+    """What two micro-batches add to refs is the sum of their sketches, in the memory of one stack of sketches."""
+    layers, k, r = 128, 32, 24
+    spec = SketchSpec(rank=r, seed=1, targets=("w",))
+    params = {"w": jax.random.normal(jax.random.key(0), (layers, k, k)) / 6}
+    x = jax.random.normal(jax.random.key(1), (2, 1, k))
+
+    def loss(p, x):
+        return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0])
+
+    take = sketched_value_and_grad(loss, spec, materialize=False)
+    shape = (layers, r, k)
+
+    @jax.jit
+    def total(params, x):
+        into = {"w": jax.new_ref(jnp.zeros(shape))}
+
+        def body(sums, rows):
+            value, nothing = take(params, rows, step=0, into=into)
+            assert nothing is None
+            return sums + value, None
+
+        return jax.lax.scan(body, jnp.zeros(()), x)[0], jax.tree.map(jax.freeze, into)
+
+    compiled = total.lower(params, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < math.prod(shape) * 4 / 2
+    value, sketches = compiled(params, x)
+    parts = [take(params, rows, step=0) for rows in x]
+    np.testing.assert_allclose(value, parts[0][0] + parts[1][0], rtol=1e-5)
+    np.testing.assert_allclose(sketches["w"], parts[0][1]["w"] + parts[1][1]["w"], rtol=1e-4, atol=1e-6)
 
 
 def test_has_aux_and_extra_arguments(toy) -> None:

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logra_jax.rl.loss import LossSettings, entropy_of, policy_loss, token_logprobs
+from logra_jax.rl.loss import LossSettings, entropy_of, policy_loss, token_logprobs, token_weights
 
 NO_CLIP = {"clip_low": None, "clip_high": None}
 
@@ -46,8 +46,10 @@ def counts_of(rows):
 
 
 def loss_of(rows, counts=None, **options):
-    counts = counts_of(rows) if counts is None else counts
-    return policy_loss(**rows, **counts, settings=LossSettings(**options))
+    counts, settings = counts_of(rows) if counts is None else counts, LossSettings(**options)
+    weights = token_weights(settings.aggregation, jnp.sum(rows["mask"], axis=1), **counts)
+    of_row = {"advantages": rows["advantages"][:, None], "weights": weights[:, None]}
+    return policy_loss(**rows | of_row, settings=settings)
 
 
 def numpy_loss(rows, *, aggregation="token", clip_low=None, clip_high=None, importance_cap=None, reference_kl=0.0):
@@ -116,6 +118,31 @@ class TestTokenLogprobs:
         d_logits = (np.eye(head.shape[1])[targets] - prob) * weights[..., None] / 0.6
         np.testing.assert_allclose(d_hidden, d_logits @ head.T, atol=1e-4)
         np.testing.assert_allclose(d_head, np.einsum("bcd,bcv->dv", hidden, d_logits), atol=2e-4)
+
+    @pytest.mark.parametrize("chunk", [3, None])
+    def test_chunks_that_nobody_wants_are_zero(self, chunk):
+        hidden, head, targets = map(jnp.asarray, self.arrays())
+        wanted = jnp.zeros(targets.shape, bool).at[1, 2].set(chunk is not None)  # in the first chunk of three
+
+        def values(hidden, wanted):
+            logprobs, entropy = token_logprobs(hidden, head, targets, 0.6, chunk, wanted=wanted)
+            return jnp.sum(logprobs + entropy**2), (logprobs, entropy)
+
+        grad = jax.grad(values, has_aux=True)
+        (d_hidden, found), (d_whole, whole) = grad(hidden, wanted), grad(hidden, None)
+        kept = np.arange(7)[None] < (0 if chunk is None else 3)
+        for one, other in zip((*found, d_hidden), (*whole, d_whole), strict=True):
+            np.testing.assert_allclose(one, np.where(kept.reshape(1, 7, *(1,) * (one.ndim - 2)), other, 0), atol=1e-6)
+
+    def test_a_chunk_that_nobody_wants_is_not_computed(self):
+        """Its logits would be infinite, and their gradient no number."""
+        hidden, head, targets = map(jnp.asarray, self.arrays())
+        wanted = jnp.arange(7)[None] < jnp.asarray([[3], [0], [2]])
+
+        def total(hidden):
+            return jnp.sum(token_logprobs(hidden, head, targets, 1.0, 3, wanted=wanted)[0])
+
+        assert np.isfinite(jax.grad(total)(hidden.at[:, 3:].set(jnp.inf))).all()
 
     def test_temperature_divides_the_logits(self):
         # One hidden unit of value 1 and a head that holds the logits themselves.

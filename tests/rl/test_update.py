@@ -13,9 +13,11 @@ from logra_jax import optim
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig
 from logra_jax.optim import twin
+from logra_jax.rl.batch import Batch
 from logra_jax.rl.loss import LossSettings
+from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.rollout import attention_mask
-from logra_jax.rl.update import Batch, Policy, TrainState, make_score, make_update
+from logra_jax.rl.update import TrainState, make_update
 
 PROMPT, NEW, VOCAB, ROWS, RANK, SEED, TEMPERATURE = 5, 7, 30, 8, 4, 3, 0.8
 CONFIG = {
@@ -98,17 +100,23 @@ def start(params, spec, tx, place=None):
 
 
 def keep_sketches(spec):
-    """An optimizer that moves nothing; its state is the counter of `sketch` and the sketches it was given."""
-    link = optim.sketch(spec)
+    """A link whose state is the sketches it was last given; it changes nothing."""
 
     def init(train):
-        zeros = {path: jnp.zeros(matrix.sketch_shape(RANK)) for path, matrix in spec.matrices(train).items()}
-        return link.init(train), zeros
+        return {path: jnp.zeros(matrix.sketch_shape(RANK)) for path, matrix in spec.matrices(train).items()}
 
     def update(grads, state, train=None, **extra):
-        return jax.tree.map(jnp.zeros_like, train), (state[0], dict(optim.spec.leaves_with_paths(grads)))
+        return grads, dict(optim.spec.leaves_with_paths(grads))
 
-    return optim.guard_nonfinite(optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def only_sketches(spec):
+    """An optimizer that keeps the sketches and moves nothing."""
+    still = optax.GradientTransformationExtraArgs(
+        lambda train: (), lambda grads, state, train=None, **extra: (jax.tree.map(jnp.zeros_like, train), state)
+    )
+    return optim.guard_nonfinite(optax.chain(optim.sketch(spec), keep_sketches(spec), still))
 
 
 BUDGETS, RATIO = (1e-4, 1e-6), 0.1  # at this ratio the budgets decide, not the cap on alpha
@@ -162,7 +170,7 @@ def assert_same_sketches(found, expected):
 def test_sketches_are_projected_dense_gradients(model, policy, params, spec, micro_batch, remat, unroll):
     batch = make_batch()
     policy = policy._replace(model=model.replace(remat=remat, scan_unroll=unroll))
-    tx = keep_sketches(spec)
+    tx = only_sketches(spec)
     update = make_update(policy, tx, spec, LossSettings(), kl_control=False, micro_batch=micro_batch)
     state, _ = update(*start(params, spec, tx), batch)
     assert_same_sketches(state.opt_state.inner_state[1], expected_sketches(model, params, batch))
@@ -186,27 +194,23 @@ def placed_start(policy, params, spec, tx, batch, mesh):
     return on_mesh, jax.device_put(state, places), places, frozen, Batch(**placed)
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(8, 1), (2, 2)])
-def test_sketches_do_not_depend_on_the_mesh(model, policy, params, spec, fsdp, tensor):
-    batch, tx = make_batch(), keep_sketches(spec)
-    policy, state, places, frozen, placed = placed_start(policy, params, spec, tx, batch, make_mesh(fsdp, tensor))
-    update = make_update(policy, tx, spec, LossSettings(), kl_control=False, micro_batch=fsdp, state_shardings=places)
-    state, _ = update(state, frozen, placed)
-    assert_same_sketches(state.opt_state.inner_state[1], expected_sketches(model, params, batch))
-
-
-@pytest.mark.parametrize(("fsdp", "tensor"), [(2, 1), (4, 2)])
-def test_whole_update_does_not_depend_on_the_mesh(policy, plain, params, spec, fsdp, tensor):
-    """Sketches (by their norm and second moments), predicted and real KL, alpha and weights."""
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "remat"),
+    [(2, 1, "none"), (1, 2, "offload"), (2, 2, "projected"), (8, 1, "offload"), (4, 2, "full")],
+)
+def test_update_does_not_depend_on_the_mesh(model, policy, plain, params, spec, fsdp, tensor, remat):
+    """Sketches, predicted and real KL, alpha, second moments and weights; nor on what the backward pass keeps."""
     expected, expected_metrics = plain.update(*start(params, spec, plain.tx), make_batch())
-    mesh = make_mesh(fsdp, tensor)
-    policy, state, places, frozen, batch = placed_start(policy, params, spec, plain.tx, make_batch(), mesh)
+    mesh, tx = make_mesh(fsdp, tensor), optax.chain(keep_sketches(spec), plain.tx)
+    policy = policy._replace(model=model.replace(remat=remat))
+    policy, state, places, frozen, batch = placed_start(policy, params, spec, tx, make_batch(), mesh)
     update = make_update(
-        policy, plain.tx, spec, LossSettings(), mismatch=True, micro_batch=fsdp, check_responses=3,
-        state_shardings=places,
-    )  # fmt: skip
+        policy, tx, spec, LossSettings(), mismatch=True, micro_batch=fsdp, check_responses=3, state_shardings=places
+    )
     found, metrics = update(state, frozen, batch)
-    for tree, other in ((found.train, expected.train), (found.opt_state, expected.opt_state)):
+    sketches, opt_state = found.opt_state
+    assert_same_sketches(sketches, expected_sketches(model, params, make_batch()))
+    for tree, other in ((found.train, expected.train), (opt_state, expected.opt_state)):
         for path, leaf in by_path(other).items():
             np.testing.assert_allclose(by_path(tree)[path], leaf, rtol=2e-4, atol=1e-5 * np.abs(leaf).max())
     for name, value in expected_metrics.items():
@@ -224,6 +228,7 @@ def test_whole_update_does_not_depend_on_micro_batches_or_padding(policy, plain,
     (whole, whole_metrics), (split, split_metrics) = found
     for path, leaf in whole.items():
         np.testing.assert_allclose(split[path], leaf, rtol=0, atol=1e-5 * np.abs(leaf).max())
+    assert whole_metrics.pop("padding/share") < split_metrics["padding/share"]
     for name, value in whole_metrics.items():
         np.testing.assert_allclose(split_metrics[name], value, rtol=2e-4, atol=1e-7, err_msg=name)
 

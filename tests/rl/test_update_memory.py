@@ -8,14 +8,20 @@ from logra_jax import optim
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig, layers
 from logra_jax.rl import loss
+from logra_jax.rl.batch import Batch
 from logra_jax.rl.loss import LossSettings
-from logra_jax.rl.update import Batch, Policy, TrainState, make_update
+from logra_jax.rl.packing import Packing
+from logra_jax.rl.policy import Policy
+from logra_jax.rl.update import TrainState, make_update
 
 DEVICES, FLOAT = 8, 4
 
 
-def compiled_temporaries(*, prompt, new, rank=4, **sizes):
-    """Bytes per device of a compiled LoGRA update, probe included: 2 micro-batches of one row per device."""
+def compiled_temporaries(*, prompt, new, rank=4, probe=DEVICES, packed=False, **sizes):
+    """Bytes per device of a compiled LoGRA update, probe included: micro-batches of one row per device.
+
+    packed: of up to 2 rows per device, and as many as the lengths of the answers ask for.
+    """
     config = {
         "model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 4096,
         "tie_word_embeddings": False, "hidden_act": "silu",
@@ -35,7 +41,7 @@ def compiled_temporaries(*, prompt, new, rank=4, **sizes):
     places = TrainState(jax.tree.map(lambda leaf: leaf.sharding, train), optim.state_shardings(tx, train), whole)
     state = jax.eval_shape(lambda train: TrainState(train, tx.init(train), jnp.zeros(())), train)
     state = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), state, places)
-    count = 2 * DEVICES
+    count = max(2 * DEVICES, probe)
 
     def array(shape, dtype, place=rows):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -48,9 +54,12 @@ def compiled_temporaries(*, prompt, new, rank=4, **sizes):
         valid=array((count,), jnp.bool_),
         advantages=array((count,), jnp.float32),
         rollout_logprobs=array((count, new), jnp.float32),
-        probe=array((DEVICES,), jnp.int32, whole),
+        probe=array((probe,), jnp.int32, whole),
         check=array((), jnp.bool_, whole),
     )
+    if packed:
+        slots = array((2, DEVICES, prompt + new - 1), jnp.int32, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+        batch = batch._replace(packing=Packing(slots, array((), jnp.int32, whole)))
     policy = Policy(model, sizes["vocab_size"], 1.0, prompt)
     update = make_update(policy, tx, spec, LossSettings(), micro_batch=DEVICES, state_shardings=places)
     memory = update.lower(state, frozen, batch).compile().memory_analysis()
@@ -60,11 +69,12 @@ def compiled_temporaries(*, prompt, new, rank=4, **sizes):
 
 
 def test_weights_are_never_held_twice():
-    """A deep, narrow model: its stacks are larger than everything else together."""
+    """A deep, narrow model: its stacks are larger than everything else together. In packed rows, whose passes are a
+    loop of another kind."""
     depth, width, mlp = 512, 128, 512
     found = compiled_temporaries(
         prompt=8, new=8, vocab_size=64, hidden_size=width, intermediate_size=mlp, num_hidden_layers=depth,
-        num_attention_heads=2, num_key_value_heads=1,
+        num_attention_heads=2, num_key_value_heads=1, packed=True,
     )  # fmt: skip
     assert found < depth * width * mlp * FLOAT / DEVICES
 
@@ -80,3 +90,13 @@ def test_neither_logits_nor_scores_exist_for_all_tokens(monkeypatch):
     )  # fmt: skip
     assert new * vocab == heads * (prompt + new) ** 2
     assert found < new * vocab * FLOAT
+
+
+def test_the_probe_takes_turns_as_the_gradient_does():
+    """Eight rows per device: the MLP's values and tangents of all of them at once are larger than the rest."""
+    prompt, new, mlp = 8, 248, 512
+    found = compiled_temporaries(
+        prompt=prompt, new=new, probe=8 * DEVICES, vocab_size=64, hidden_size=64, intermediate_size=mlp,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    assert found < 8 * (prompt + new) * mlp * 2 * FLOAT

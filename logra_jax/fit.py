@@ -1,0 +1,67 @@
+"""Whether a run fits the GPUs that it is about to use, asked of the compiler before a weight is allocated."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from logra_jax import footprint
+from logra_jax.config import Config
+from logra_jax.errors import UserError
+from logra_jax.gpus import GIB
+from logra_jax.models import ModelConfig
+from logra_jax.plan import Plan, remedies, verdict
+
+TIGHT = 0.03  # what fragments of free memory may cost, as a share of it: with less left, a run may still fail
+
+
+def memory_limit(devices: Sequence[Any]) -> int | None:
+    """Bytes that JAX may use of one of these devices; None where it has no limit of its own, as on a CPU."""
+    own = next(device for device in devices if device.process_index == jax.process_index())
+    return (own.memory_stats() or {}).get("bytes_limit")
+
+
+def check(config: Config, shape: ModelConfig, vocab_size: int, prompt_width: int, devices: Sequence[Any]) -> None:
+    """Compile the run's update and rollout, and compare what they take with what there is.
+
+    The update comes from the cache when it is needed. vocab_size: tokens of the tokenizer. prompt_width: of the
+    prompts as they are, at most data.max_prompt_length. Raises UserError if the run cannot fit, and says on standard
+    error if it barely does. Does nothing on devices without a limit.
+    """
+    limit = memory_limit(devices)
+    if limit is None:
+        return
+    config = replace(config, data=replace(config.data, max_prompt_length=prompt_width))
+    name, count = config.optimizer.name, len(devices)
+    plan = Plan(footprint.measure(config, shape, vocab_size, devices), limit / GIB, reserve=0.0)
+    here = f"each of {count} x {devices[0].device_kind} has {plan.card:.2f} GiB for this run"
+    if not plan.fits:
+        raise UserError(
+            f"{here} (see mesh.memory_fraction), it needs {plan.needed:.2f}: nothing was loaded. "
+            f"{verdict(name, plan, config, count)}"
+        )
+    print(f"memory     {here}, it needs {plan.needed:.2f}", flush=True)
+    if plan.left < TIGHT * plan.card:
+        print(
+            f"warning: only {plan.left:.2f} GiB are left, and free memory in pieces may not do. What helps: "
+            f"{remedies(name, None, config, count)}",
+            file=sys.stderr,
+        )
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error of JAX says that a device ran out of memory."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def out_of_memory(config: Config, error: BaseException) -> UserError:
+    """What to tell a user whose run ran out of memory."""
+    count = config.mesh.fsdp * config.mesh.tensor or jax.device_count()
+    said = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
+    return UserError(
+        f"a device ran out of memory: {said}. "
+        f"What helps: {remedies(config.optimizer.name, None, config, count)}. Saved checkpoints are intact: "
+        "go on from the newest with --resume"
+    )

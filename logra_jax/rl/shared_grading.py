@@ -1,0 +1,48 @@
+"""Grading shared by the processes of a run: each grades its block of the rows, and all get all rewards."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from logra_jax import distributed
+from logra_jax.errors import SharedError, UserError
+from logra_jax.rl.reward import Grader, RewardCounts
+
+
+class SharedGrader(Grader):
+    """Calls `grader`, which every process has, on this process's rows. All processes call it with the same rows.
+
+    What makes one process raise makes all raise; `counts` are those of this process's rows.
+    """
+
+    def __init__(self, grader: Grader):
+        super().__init__()
+        self._grader = grader
+
+    def grade(self, prompts: Any, completions: Any, columns: dict[str, list[Any]]) -> np.ndarray:
+        """See `Grader.grade`."""
+        try:
+            return super().grade(prompts, completions, columns)
+        except SharedError:
+            raise
+        except UserError as error:  # not one row of all could be graded, which all processes know
+            raise SharedError(str(error)) from error
+
+    def _grade(
+        self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
+    ) -> tuple[list[float], RewardCounts, str]:
+        own, error = distributed.own_rows(len(completions)), None
+        scores, counts, reason = [math.nan] * (own.stop - own.start), RewardCounts(), "see the other processes"
+        try:
+            if scores:
+                mine = {name: values[own] for name, values in columns.items()}
+                scores, counts, reason = self._grader._grade(prompts[own], completions[own], mine)
+        except (UserError, OSError) as problem:
+            error = problem
+        distributed.agree(error)
+        return distributed.collect(np.asarray(scores, np.float32), len(completions)).tolist(), counts, reason
+
+    def close(self) -> None:
+        """See `Grader.close`."""
+        self._grader.close()

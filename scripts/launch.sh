@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# One run of several processes on this machine: scripts/launch.sh N [arguments of python -m logra_jax.train]
+# Process i works on GPU i; without GPUs each has one CPU device. Lines of process i begin with [i].
+# SIGTERM and Ctrl-C are passed on, and all stop together. When one process fails, the others have END_AFTER seconds
+# to end by themselves; the exit code is that of the first failure.
+#   PYTHON      interpreter (default: python)
+#   COMMAND     train (default) or evaluate
+#   PORT        where the processes meet (default: a free one)
+#   END_AFTER   seconds (default: 30)
+set -uo pipefail
+if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
+  echo "error: usage: scripts/launch.sh N [arguments], N being the number of processes" >&2
+  exit 2
+fi
+count="$1"
+shift
+python="${PYTHON:-python}"
+free='import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
+port="${PORT:-$("$python" -c "$free")}" || exit 2
+
+member() {
+  # What signals the group is for Python, which sets its own handlers, and not for the rest of the pipeline.
+  trap '' INT TERM
+  JAX_COORDINATOR_ADDRESS="127.0.0.1:$port" JAX_NUM_PROCESSES="$count" JAX_PROCESS_ID="$1" JAX_LOCAL_DEVICE_IDS="$1" \
+    "$python" -u -m "logra_jax.${COMMAND:-train}" "${@:2}" 2>&1 | sed -u "s/^/[$1] /"
+  exit "${PIPESTATUS[0]}"
+}
+
+set -m # a process group each: Ctrl-C reaches this script alone, and is passed on once
+groups=()
+for ((i = 0; i < count; i++)); do
+  member "$i" "$@" &
+  groups+=("-$!")
+done
+signalled=
+forward() {
+  signalled=yes
+  kill "-$1" -- "${groups[@]}" 2>/dev/null
+}
+trap 'forward TERM' TERM
+trap 'forward INT' INT
+
+code=0
+left="$count"
+while ((left)); do
+  wait -n
+  status=$?
+  if [[ -n "$signalled" ]]; then # it was the signal that ended the waiting
+    signalled=
+    continue
+  fi
+  left=$((left - 1))
+  if ((status && !code)); then
+    code="$status"
+    (sleep "${END_AFTER:-30}"; kill -KILL -- "${groups[@]}") 2>/dev/null &
+    killer="-$!"
+    disown
+  fi
+done
+if [[ -n "${killer:-}" ]]; then kill -- "$killer" 2>/dev/null; fi
+exit "$code"
