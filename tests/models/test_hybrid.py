@@ -195,3 +195,18 @@ def test_initial_weights(small):
     rate = np.exp(np.asarray(layers["linear_attn"]["A_log"]))
     assert ((rate > 0) & (rate <= 16)).all()
     assert (layers["linear_attn"]["dt_bias"] == 1).all()
+
+
+def test_texts_that_share_a_row_are_texts_alone(load_checkpoint):
+    """Four texts in one row of 150 slots, with bounds inside chunks: neither convolution nor state cross them."""
+    known = load_checkpoint(TEXT)
+    lengths, rng = (70, 3, 1, 66), np.random.default_rng(4)
+    texts = [rng.integers(0, 300, (1, length), dtype=np.int32) for length in lengths]
+    ids = np.concatenate([*texts, np.zeros((1, 10), np.int32)], 1)
+    segments = jnp.asarray(np.repeat(np.int32([5, 2, 9, 1, 0]), [*lengths, 10])[None])
+    packed = jax.jit(lambda p: known.model.hidden(p, ids, segments=segments))(known.params)
+    padded = np.concatenate([np.pad(text, ((0, 0), (0, 70 - text.shape[1]))) for text in texts])
+    mask = np.arange(70)[None] < np.asarray(lengths)[:, None]
+    alone = jax.jit(lambda p: known.model.hidden(p, padded, mask))(known.params)
+    np.testing.assert_allclose(packed[0, :140], np.asarray(alone)[mask], atol=3e-4, rtol=0)
+    assert np.isfinite(packed).all()
