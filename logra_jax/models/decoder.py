@@ -8,7 +8,6 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache as memo
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -76,10 +75,9 @@ def _parts(config: ModelConfig, mesh: Mesh | None = None) -> _Parts:
         parts.graphs[name], state = nnx.split(module)
         for path, leaf in nnx.to_flat_state(state):
             key = "/".join(["layers" if name == LINEAR_LAYERS else name, *map(str, path)])
-            stacked = table[key].layers
-            lead, lead_axes = ((), ()) if stacked is None else ((len(stacked),), ("layers",))
-            parts.shapes[key] = lead + leaf.get_value().shape
-            parts.axes[key] = lead_axes + leaf.logical
+            stack = table[key].stack
+            parts.shapes[key] = stack + leaf.get_value().shape
+            parts.axes[key] = ("layers",) * len(stack) + leaf.logical
     return parts
 
 
@@ -193,7 +191,7 @@ class CausalLM:
         sight: Sight,
         kv: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Run the stacked layers; a leaf may be any pytree whose arrays are stacked on axis 0.
+        """Run the stacked layers; a leaf may be any pytree whose arrays are stacked alike.
 
         The loop is over groups of layers that end with full attention: one layer each, but in hybrid models.
         """
@@ -219,11 +217,7 @@ class CausalLM:
                 carry = kinds[place == every - 1](carry, _layer_of_group(values, place, every))
             return carry, None
 
-        sizes = {"self_attn": 1, "linear_attn": every - 1}
-        grouped = {
-            name: jax.tree.map(partial(_split_first, sizes.get(name, every)), part) for name, part in params.items()
-        }
-        (x, kv), _ = jax.lax.scan(group, (x, kv), grouped, length=groups, unroll=min(unroll, groups))
+        (x, kv), _ = jax.lax.scan(group, (x, kv), params, length=groups, unroll=min(unroll, groups))
         return x, kv
 
     def logits(
@@ -301,15 +295,17 @@ class CausalLM:
 
 def _layer_of_group(values: Params, place: int, every: int) -> Params:
     """The parameters of one layer of a group of `every`, the last of which has full attention."""
-    last = place == every - 1
-    own = {"self_attn": 0} if last else {"linear_attn": place}
-    rest = values.keys() - {"self_attn", "linear_attn"}
-    return {name: jax.tree.map(itemgetter(own.get(name, place)), values[name]) for name in (*rest, *own)}
-
-
-def _split_first(size: int, x: Array) -> Array:
-    """The first axis as two, the second of them of that size."""
-    return x.reshape(-1, size, *x.shape[1:])
+    if every == 1:
+        return values
+    other = "linear_attn" if place == every - 1 else "self_attn"
+    # Not `x[place]`: JAX cannot add what flows back through that slice to a ref.
+    pick = lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+    # A group has one layer with full attention, so those parameters are no stack any more.
+    return {
+        name: part if name == "self_attn" else jax.tree.map(pick, part)
+        for name, part in values.items()
+        if name != other
+    }
 
 
 def positions_within(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:

@@ -99,12 +99,12 @@ class Stored(NamedTuple):
 def _read(
     tensors: list[Stored], form: HfName, shape: tuple[int, ...], dtype: Any, part: tuple[slice, ...]
 ) -> np.ndarray:
-    """A part of a parameter of `shape`, `[layers, ...]` if it is a stack; reads those of its tensors that it needs."""
+    """A part of a parameter of `shape`; of a stack's tensors it reads those that it needs."""
     out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(part, shape, strict=True)], dtype)
-    stacked = form.layers is not None
-    rows, inner = (out, part[1:]) if stacked else (out[None], part)
-    for row, tensor in zip(rows, tensors[part[0]] if stacked else tensors, strict=True):
-        row[...] = form.from_file(tensor.read())[inner]
+    depth = len(form.stack)
+    wanted = np.arange(len(tensors)).reshape(form.stack)[part[:depth]]
+    for at, number in np.ndenumerate(wanted):
+        out[at] = form.from_file(tensors[number].read())[part[depth:]]
     return out
 
 

@@ -25,12 +25,14 @@ def text_name(stored: str) -> str | None:
 class HfName(NamedTuple):
     """Where a leaf lives in a Hugging Face file: its name, with `{}` for the layer of a stacked leaf.
 
-    layers: numbers of the layers that are stacked, None for a leaf that is not a stack. transpose: the file has the
-    transpose of one layer's matrix; unit_axis: with an axis of size 1 in its middle.
+    layers: numbers of the layers that are stacked, None for a leaf that is not a stack. stack: the axes that they
+    are stacked on, in C order: one, or in hybrid models groups of layers and the layers of a group. transpose: the
+    file has the transpose of one layer's matrix; unit_axis: with an axis of size 1 in its middle.
     """
 
     template: str
     layers: tuple[int, ...] | None = None
+    stack: tuple[int, ...] = ()
     transpose: bool = False
     unit_axis: bool = False
 
@@ -53,7 +55,7 @@ class HfName(NamedTuple):
 
     def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the tensor in the file for the shape of the whole leaf."""
-        one = shape if self.layers is None else shape[1:]
+        one = shape[len(self.stack) :]
         one = one[::-1] if self.transpose else one
         return (one[0], 1, *one[1:]) if self.unit_axis else one
 
@@ -73,7 +75,9 @@ def name_table(config: ModelConfig) -> dict[str, HfName]:
 
     def stacked(layers: tuple[int, ...], path: str, leaf: str, suffix: str = ".weight", **form: bool) -> None:
         name = f"model.layers.{{}}.{path.replace('/', '.')}{suffix}"
-        table[f"layers/{path}/{leaf}".removesuffix("/")] = HfName(name, layers, **form)
+        of_group = len(layers) // len(full)  # one full layer each
+        stack = (len(full),) if of_group == 1 and layers == full else (len(full), of_group)
+        table[f"layers/{path}/{leaf}".removesuffix("/")] = HfName(name, layers, stack, **form)
 
     def linears(layers: tuple[int, ...], block: str, names: str, bias: bool = False) -> None:
         for name in names.split():

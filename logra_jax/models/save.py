@@ -174,7 +174,8 @@ def _reader(
         path, layer = place[name]
 
         def fetch(leaf: Any) -> np.ndarray:
-            return np.asarray(fetch_whole(leaf if table[path].layers is None else leaf[layer]))
+            at = np.unravel_index(layer, table[path].stack) if table[path].stack else ()
+            return np.asarray(fetch_whole(leaf[tuple(map(int, at))]))
 
         value, rest = fetch(flat[path]), residual.get(path)
         if rest is not None and codes[stored] != "BF16":

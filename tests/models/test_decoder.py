@@ -68,8 +68,8 @@ def test_hidden_states_of_every_layer_are_those_of_torch(checkpoint):
         for block, name in (("self_attn", "o_proj"), ("linear_attn", "out_proj"), ("mlp", "down_proj")):
             if block in params["layers"]:
                 linear, numbers = params["layers"][block][name], layers[f"layers/{block}/{name}/kernel"]
-                idle = np.asarray(numbers) >= depth
-                linear["kernel"] = jnp.where(idle[:, None, None], 0.0, linear["kernel"])
+                idle = (np.asarray(numbers) >= depth).reshape(*linear["kernel"].shape[:-2], 1, 1)
+                linear["kernel"] = jnp.where(idle, 0.0, linear["kernel"])
         expected = states[depth].astype(np.float64)
         if depth < len(states) - 1:  # the last one is stored after the final norm, the others before
             mean = np.square(expected).mean(-1, keepdims=True)
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_torch(checkpoint):
         for key in path.split("/"):
             leaf = leaf[key]
         form = table[path]
-        for name, row in zip(names, leaf[None] if form.layers is None else leaf, strict=True):
+        for name, row in zip(names, np.reshape(leaf, (len(names), *leaf.shape[len(form.stack) :])), strict=True):
             by_name[name] = np.asarray(form.to_file(row))
     norms, rtol = checkpoint.facts["grad_l2_norms"], checkpoint.tolerance[1]
     assert by_name.keys() == norms.keys()

@@ -80,6 +80,7 @@ def test_sketches_are_projected_dense_gradients(small, random_params):
     train, frozen = spec.split(params)
     ids = np.random.default_rng(5).integers(0, 32, (2, 7), dtype=np.int32)
     logits = lambda train, model=small: model.logits(merge(train, frozen), ids)
+    run_logits = jax.jit(logits)
     loss = lambda train, model: jnp.square(logits(train, model)).mean()
     dense = jax.jit(jax.grad(lambda train: loss(train, small)))(train)
     run = sketched_value_and_grad(lambda train: loss(train, small.replace(remat="full")), spec, materialize=False)
@@ -90,13 +91,14 @@ def test_sketches_are_projected_dense_gradients(small, random_params):
         whole, sketch = dense, grads
         for key in path.split("/"):
             whole, sketch = whole[key], sketch[key]
+        whole, sketch = (x.reshape(len(found), *x.shape[-2:]) for x in (whole, sketch))
         expected = [signs(9, 3, n, 4, g.shape[0]) / 2 @ g for n, g in zip(found, np.asarray(whole), strict=True)]
         atol = 2e-5 * np.abs(expected).max()
         np.testing.assert_allclose(sketch, np.stack(expected), atol=atol, rtol=0, err_msg=path)
 
     # Half the variance of the logits' change under the step, here from the difference of two forward passes.
     step = jax.tree.map(lambda g: -1e-3 * g / jnp.abs(g).max(), grads)
-    q = predict_kl(logits, train, spec, step=3, mask=jnp.ones((2, 7)))(step)
+    q = jax.jit(lambda step: predict_kl(logits, train, spec, step=3, mask=jnp.ones((2, 7)))(step))(step)
 
     def moved(sign):
         there = jax.tree.map(lambda x: x, train)
@@ -105,12 +107,13 @@ def test_sketches_are_projected_dense_gradients(small, random_params):
             here, change = there, step
             for key in parents:
                 here, change = here[key], change[key]
-            rows = [signs(9, 3, n, 4, here[last].shape[1]).T / 2 @ d for n, d in zip(found, change[last], strict=True)]
-            here[last] = here[last] + sign * jnp.asarray(np.stack(rows), jnp.float32)
-        return np.asarray(logits(there), np.float64)
+            kernel, steps = here[last], change[last].reshape(len(found), 4, -1)
+            rows = [signs(9, 3, n, 4, kernel.shape[-2]).T / 2 @ d for n, d in zip(found, steps, strict=True)]
+            here[last] = kernel + sign * jnp.asarray(np.stack(rows).reshape(kernel.shape), jnp.float32)
+        return np.asarray(run_logits(there), np.float64)
 
     change = (moved(1) - moved(-1)) / 2
-    base = np.asarray(logits(train), np.float64)
+    base = np.asarray(run_logits(train), np.float64)
     probability = np.exp(base - base.max(-1, keepdims=True))
     probability /= probability.sum(-1, keepdims=True)
     centred = change - (probability * change).sum(-1, keepdims=True)
