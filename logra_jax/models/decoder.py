@@ -298,8 +298,10 @@ def _layer_of_group(values: Params, place: int, every: int) -> Params:
     if every == 1:
         return values
     other = "linear_attn" if place == every - 1 else "self_attn"
-    # Not `x[place]`: JAX cannot add what flows back through that slice to a ref.
-    pick = lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False)
+    # Not `x[place]`: JAX cannot add what flows back through that slice to a ref, and XLA would cut all stacks into
+    # those of each place before the loop, which is a copy of all weights.
+    at = jax.lax.optimization_barrier(jnp.int32(place))
+    pick = lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
     # A group has one layer with full attention, so those parameters are no stack any more.
     return {
         name: part if name == "self_attn" else jax.tree.map(pick, part)
