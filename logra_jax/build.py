@@ -243,8 +243,9 @@ def abstract_packing(config: Config, mesh: jax.sharding.Mesh, prompt_width: int)
     if not budget:
         return None
     rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "fsdp"), ()))
-    row = row_width(budget, prompt_width + config.rollout.max_new_tokens)
-    source: Any = jax.ShapeDtypeStruct((config.rollout.rows // fsdp, fsdp, row), "int32", sharding=rows)
+    longest, answers = prompt_width + config.rollout.max_new_tokens, config.rollout.rows // fsdp
+    row = row_width(min(budget, answers * longest), longest)  # room for all of them is enough
+    source: Any = jax.ShapeDtypeStruct((answers, fsdp, row), "int32", sharding=rows)
     passes: Any = jax.ShapeDtypeStruct((), "int32", sharding=whole)
     return Packing(source, passes)
 

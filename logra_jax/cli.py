@@ -62,6 +62,14 @@ def parse(argv: Sequence[str] | None, program: str, description: str, trains: bo
     return Command(load_config(found.config, found.settings), found.resume, found.overwrite, found.dry_run)
 
 
+def positive(text: str) -> int:
+    """An argument that counts something: at least 1."""
+    number = int(text)
+    if number < 1:
+        raise ValueError  # argparse says which argument, and leaves with code 2
+    return number
+
+
 def _add_training_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in out/")
     parser.add_argument("--overwrite", action="store_true", help="delete what an earlier run left in out/")

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from logra_jax import optim
+from logra_jax import cli, optim
 from logra_jax.models import CausalLM, ModelConfig
 from logra_jax.rl.batch import Batch
 from logra_jax.rl.kl import draw_probe
@@ -36,8 +36,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 4, "hidden": 128, "mlp": 512, "heads": 4, "generations": 8, "new": 32, "rank": 16}
     for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--repeats", type=int, default=30, help="timed steps of each kind")
+        parser.add_argument(f"--{name}", type=cli.positive, default=size)
+    parser.add_argument("--repeats", type=cli.positive, default=30, help="timed steps of each kind")
     parser.add_argument("--no-probe", action="store_true", help="LoGRA without KL control")
     return parser.parse_args()
 
@@ -78,7 +78,7 @@ def updates(model: CausalLM, params: dict, rank: int, probe: bool) -> dict[str, 
     return found
 
 
-def main() -> None:
+def main() -> int:
     """Measure and print a Markdown table."""
     found = options()
     model, answers = build(found), PROMPTS * found.generations
@@ -148,7 +148,8 @@ def main() -> None:
         print(f"| {label}, MiB | {size['logra']:.1f} | {size['adamw']:.1f} | {size['logra'] / size['adamw']:.2f} |")
     flops = {name: program.cost_analysis()["flops"] / 1e9 for name, program in compiled.items()}
     print(f"| GFLOP | {flops['logra']:.1f} | {flops['adamw']:.1f} | {flops['logra'] / flops['adamw']:.2f} |")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -41,7 +41,7 @@ def main() -> int:
     """Run each optimizer in its own process, then print the table."""
     parser = cli.make_parser("python scripts/bench_update.py", __doc__)
     parser.add_argument("--optimizers", default="logra,adamw", metavar="NAME,...", help="default: logra,adamw")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each program (default: 5)")
+    parser.add_argument("--repeats", type=cli.positive, default=5, help="timed runs of each program (default: 5)")
     parser.add_argument("--brief", action="store_true", help="whole update and rollout only: fewer programs to compile")
     parser.add_argument("--json", metavar="FILE", help="write the figures there as well")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each optimizer")

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from logra_jax import optim
+from logra_jax import cli, optim
 from logra_jax.models import CausalLM, layers
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.presets import PRESETS
@@ -151,16 +151,16 @@ def cost(setup: Setup, count: Callable[[int], float]) -> Cost:
     return Cost(depth * (layer - body), depth * per_query * setup.tokens, one - layer)
 
 
-def main() -> None:
+def main() -> int:
     """Count and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="qwen2.5-math-7b")
-    parser.add_argument("--tokens", type=int, default=4096, help="per row; a multiple of 64")
-    parser.add_argument("--rank", type=int, default=256)
+    parser.add_argument("--tokens", type=cli.positive, default=4096, help="per row; a multiple of 64")
+    parser.add_argument("--rank", type=cli.positive, default=256)
     parser.add_argument("--remat", choices=("none", "full", "projected"), default="full")
-    parser.add_argument("--rows", type=int, default=32, help="rows of a device in the gradient")
-    parser.add_argument("--probe", type=int, default=8, help="responses of the probe")
-    parser.add_argument("--gpus", type=int, default=4, help="devices that share weights and probe")
+    parser.add_argument("--rows", type=cli.positive, default=32, help="rows of a device in the gradient")
+    parser.add_argument("--probe", type=cli.positive, default=8, help="responses of the probe")
+    parser.add_argument("--gpus", type=cli.positive, default=4, help="devices that share weights and probe")
     found = parser.parse_args()
     loss.CHUNK_ELEMENTS = 2**62
     shape = PRESETS[found.preset]
@@ -197,7 +197,8 @@ def main() -> None:
     )
     print(f"LoGRA / AdamW without the probe: {totals['LoGRA'] / totals['AdamW']:.3f} (limit {(3 + added) / 4:.3f})")
     print(f"probe / LoGRA without it: {totals['KL probe'] / totals['LoGRA']:.4f}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

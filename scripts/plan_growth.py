@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen2.5-math-7b", help="default: qwen2.5-math-7b")
     parser.add_argument("--gpu", default="h100-80gb", help="default: h100-80gb")
-    parser.add_argument("--gpus", type=int, default=4, help="default: 4")
+    parser.add_argument("--gpus", type=cli.positive, default=4, help="default: 4")
     parser.add_argument("--optimizers", default=",".join(plan.OPTIMIZERS), help="default: all of the planner")
     parser.add_argument("--out", default="docs/growth", help="files without their suffix (default: docs/growth)")
     parser.add_argument("--draw", action="store_true", help="draw what has been measured")
@@ -45,7 +45,7 @@ def main() -> int:
 def measure_all(data: dict[str, Any], optimizers: list[str], file: Path) -> None:
     """Compile every point that `data` lacks, and write the file after each."""
     if not plan.has_compiler():
-        raise UserError(plan.NO_COMPILER)
+        raise UserError("there is no GPU compiler here: pip install 'logra-jax[plan]'; --draw draws what there is")
     plan.prepare_jax(data["gpus"])
     from logra_jax import build, footprint
 

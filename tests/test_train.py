@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from logra_jax import cli, train
+from logra_jax import build, cli, train
 from logra_jax.checkpoint import read_arrays, steps
 from logra_jax.config import SETTINGS, load_config, to_yaml
+from logra_jax.mesh import make_mesh
 from logra_jax.metrics import read_rows
 from logra_jax.models import load_hf
 
@@ -261,6 +262,12 @@ def test_answers_that_share_rows_teach_the_same(base):
         for name in separate.keys() - {"padding/share", "tokens/s"}:
             if not name.startswith("time/"):
                 np.testing.assert_allclose(shared[name], separate[name], rtol=1e-3, atol=1e-7, err_msg=name)
+
+
+def test_a_token_budget_beyond_all_answers_makes_no_larger_rows():
+    config = load_config(None, ["loss.token_budget=9999999999999", "rollout.prompts=4", "rollout.max_new_tokens=10"])
+    layout = build.abstract_packing(config, make_mesh(2, 1), 6)
+    assert layout.source.shape == (16, 2, 16 * (6 + 10))
 
 
 def run(*command):

@@ -27,6 +27,7 @@ from logra_jax.optim import (
     update_count,
 )
 from logra_jax.optim.slot import value_and_add_grad
+from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl.batch import (
     Batch,
     over_micro_batches,
@@ -245,9 +246,10 @@ def make_update(
             return constrain(head, policy.model.mesh, None, "logits")
 
         def check_before(train: Tree) -> tuple[Array, Array | None]:
-            """What the update writes over: not the head, where the targets alone are trained."""
-            others = len(jax.tree.leaves(train)) > len(spec.matrices(train))
-            return check_hidden(train), check_head(train) if others else None
+            """What the update writes over: the head only where it is trained."""
+            name = "embed_tokens" if policy.model.config.tie_word_embeddings else "lm_head"
+            trained = any(path.startswith(f"{name}/") for path, _ in leaves_with_paths(train))
+            return check_hidden(train), check_head(train) if trained else None
 
         if check_responses:
             # Taken before the weights are written over; the branch costs nothing on the other updates.
