@@ -276,6 +276,12 @@ def run(*command):
     return done.returncode, done.stdout, done.stderr
 
 
+def test_hybrid_models_are_not_trained_yet(base, capsys, fixtures):
+    said = refused([*base, f"model.path={fixtures / 'tiny-qwen3_5-text'}", "data.template=plain"], capsys)
+    assert "hybrid model (qwen3_5_text), which can be evaluated and converted, but not trained yet" in said
+    assert not Path("out").exists()
+
+
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_help_lists_every_setting_without_jax(command):
     watched = (
