@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from logra_jax.errors import UserError
-from logra_jax.settings import Config, check, check_lengths, lies_within
+from logra_jax.rules import check, check_lengths
+from logra_jax.settings import Config, lies_within
 
 PACKAGED = Path(__file__).parent / "demo"
 PACKAGED_PREFIX = "demo:"

@@ -1,19 +1,16 @@
-"""Every setting of a run: its type, default, allowed values and meaning, and the rules between settings.
+"""Every setting of a run: its type, default, allowed values and meaning.
 
 The classes below are the one truth: loading, checking, `--help` and the written `config.yaml` (all in
-`config.py`) are derived from them. Nothing here needs jax or a model: a mistake is reported within a second.
+`config.py`) are derived from them; rules between settings are in `rules.py`. None of it needs jax or a model: a mistake
+is reported within a second.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from logra_jax.errors import UserError
-from logra_jax.models.presets import check_preset
 
 
 def _f(default: Any, help: str, within: str | None = None) -> Any:
@@ -255,182 +252,6 @@ class Config:
     log: Log = dataclasses.field(default_factory=Log)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     processes: Processes = dataclasses.field(default_factory=Processes)
-
-
-def check(config: Config) -> None:
-    """Rules between settings (those of a single setting are checked when it is read). Raises UserError."""
-    rollout, loss, kl = config.rollout, config.loss, config.kl
-    if config.model.preset is not None:
-        check_preset(config.model.preset)
-    if rollout.generations == 1 and config.advantage.estimator != "running_baseline":
-        raise UserError(
-            f"rollout.generations=1 leaves advantage.estimator={config.advantage.estimator} nothing to "
-            "compare an answer with: use at least 2 generations, or advantage.estimator=running_baseline"
-        )
-    if loss.micro_batch and rollout.rows % loss.micro_batch:
-        raise UserError(
-            f"loss.micro_batch={loss.micro_batch} does not divide the {rollout.rows} answers of an update "
-            f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
-        )
-    _check_token_budget(config)
-    for key, used, count in (
-        ("probe_responses", kl.control, kl.probe_responses),
-        ("check_responses", kl.check_every > 0, kl.check_responses),
-    ):
-        if used and count > rollout.rows:
-            raise UserError(
-                f"kl.{key}={count} is more than the {rollout.rows} answers of an update "
-                f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
-            )
-    if config.model.rounding is not None and config.model.param_dtype != "bfloat16":
-        raise UserError(
-            f"model.rounding={config.model.rounding} has no effect with model.param_dtype="
-            f"{config.model.param_dtype}: leave it out, or set model.param_dtype=bfloat16"
-        )
-    if config.model.remat == "projected" and config.optimizer.name != "logra":
-        raise UserError(
-            f"model.remat=projected keeps what sketches need, and optimizer.name={config.optimizer.name} takes none: "
-            "set model.remat=full"
-        )
-    if config.model.attention == "cudnn" and config.model.compute_dtype != "bfloat16":
-        raise UserError(
-            f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {config.model.compute_dtype}: "
-            "set one of them, or model.attention=auto"
-        )
-    if kl.check_every and kl.check_responses > kl.probe_responses:
-        raise UserError(
-            f"kl.check_responses={kl.check_responses} is more than kl.probe_responses={kl.probe_responses}: "
-            "the KL that came out is measured on answers that it was predicted on"
-        )
-    _check_batches(config)
-    _check_optimizer(config)
-    if config.eval.samples > 1 and config.eval.temperature == 0:
-        raise UserError(
-            f"eval.samples={config.eval.samples} with eval.temperature=0 gives the same answer every time: "
-            "use one sample, or a temperature above 0"
-        )
-    if "{prompt}" not in config.data.prompt_format:
-        raise UserError(f"data.prompt_format={config.data.prompt_format!r} must contain {{prompt}}")
-    _check_reward(config.reward)
-
-
-def _check_batches(config: Config) -> None:
-    updates = config.loss.updates_per_batch
-    for key, value in (
-        ("steps", config.steps),
-        ("eval.every", config.eval.every),
-        ("checkpoint.every", config.checkpoint.every),
-    ):
-        if value % updates:
-            raise UserError(f"{key}={value} must be a multiple of loss.updates_per_batch={updates}")
-
-
-def _check_token_budget(config: Config) -> None:
-    budget, micro = config.loss.token_budget, config.loss.micro_batch
-    prompt, answer = config.data.max_prompt_length, config.rollout.max_new_tokens
-    if budget and micro:
-        raise UserError(
-            f"loss.token_budget={budget} and loss.micro_batch={micro} exclude each other: set one of them to 0"
-        )
-    if budget and config.model.attention == "cudnn":
-        raise UserError(
-            f"model.attention=cudnn cannot keep apart the answers that loss.token_budget={budget} puts in one row: "
-            "set model.attention=auto (or blocked), or loss.token_budget=0 and loss.micro_batch"
-        )
-    if 0 < budget < prompt + answer:
-        raise UserError(
-            f"loss.token_budget={budget} is less than the longest answer with its prompt (data.max_prompt_length="
-            f"{prompt} + rollout.max_new_tokens={answer} = {prompt + answer}): raise it, or lower one of them"
-        )
-
-
-def _check_optimizer(config: Config) -> None:
-    optimizer = config.optimizer
-    ratio, rate = optimizer.update_ratio, optimizer.learning_rate
-    if optimizer.name != "logra" and ratio is not None:
-        raise UserError(
-            f"optimizer.update_ratio={ratio} has no meaning for optimizer.name={optimizer.name}: set "
-            "optimizer.update_ratio=null and give optimizer.learning_rate"
-        )
-    if optimizer.name != "logra" and rate is None:
-        usual = {"adamw": "1e-6 in the paper", "galore": "a few times that of adamw", "lora": "1e-5 to 3e-4"}
-        raise UserError(
-            f"optimizer.learning_rate is required for optimizer.name={optimizer.name} ({usual[optimizer.name]})"
-        )
-    if optimizer.name == "lora":
-        _check_lora(config)
-    elif optimizer.lora_alpha is not None:
-        raise UserError(
-            f"optimizer.lora_alpha={optimizer.lora_alpha} has no effect with optimizer.name={optimizer.name}: "
-            "leave it out"
-        )
-    if ratio is None and rate is None:
-        raise UserError(
-            "the size of an update is not set: give optimizer.update_ratio (6e-5 in the paper) or "
-            "optimizer.learning_rate"
-        )
-    if ratio is not None and rate is not None:
-        raise UserError(
-            f"optimizer.update_ratio={ratio} and optimizer.learning_rate={rate} exclude each other: "
-            "set one of them to null"
-        )
-    own_rate = optimizer.others_learning_rate
-    if optimizer.others == "adamw" and rate is None and own_rate is None:
-        raise UserError("optimizer.others=adamw needs optimizer.others_learning_rate: update_ratio is for the targets")
-    if own_rate is not None and (optimizer.others == "frozen" or optimizer.name in ("adamw", "lora")):
-        raise UserError(
-            f"optimizer.others_learning_rate={own_rate} has no effect with optimizer.name={optimizer.name} "
-            f"and optimizer.others={optimizer.others}: leave it out"
-        )
-    if optimizer.name == "logra" and optimizer.b1 and optimizer.refresh == 1:
-        raise UserError(
-            f"optimizer.b1={optimizer.b1} has no effect with optimizer.refresh=1: momentum starts anew with every "
-            "redraw of the projections. Set optimizer.refresh to 0 or above 1, or leave optimizer.b1 out"
-        )
-    if optimizer.warmup >= config.steps and optimizer.warmup:
-        raise UserError(f"optimizer.warmup={optimizer.warmup} must be smaller than steps={config.steps}")
-    if optimizer.targets == ():
-        raise UserError("optimizer.targets is empty: name at least one weight, or leave it out for the default")
-    for pattern in optimizer.targets or ():
-        _compile("optimizer.targets", pattern)
-
-
-def _check_lora(config: Config) -> None:
-    if config.optimizer.others != "frozen":
-        raise UserError(
-            f"optimizer.others={config.optimizer.others} cannot go with optimizer.name=lora, which trains adapters "
-            "alone: leave it out, or use another optimizer"
-        )
-    if config.model.param_dtype != "float32":
-        raise UserError(
-            f"model.param_dtype={config.model.param_dtype} cannot go with optimizer.name=lora: adapters are float32, "
-            "and the weights beside them are frozen, so they keep the number format of the folder. Leave it out"
-        )
-
-
-def _check_reward(reward: Reward) -> None:
-    if reward.kind not in ("math", "exact") and not re.fullmatch(r"[\w.]+:\w+", reward.kind):
-        raise UserError(f"reward.kind={reward.kind!r}: expected math, exact, or module:function")
-    if reward.pattern is not None and _compile("reward.pattern", reward.pattern).groups < 1:
-        raise UserError(f"reward.pattern={reward.pattern!r} needs a group, such as '#(.*)$', that holds the answer")
-
-
-def _compile(key: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
-
-
-def check_lengths(config: Config, max_positions: int) -> None:
-    """Refuse sequences longer than the model was made for; called once the model's own limit is known."""
-    longest = config.data.max_prompt_length + config.rollout.max_new_tokens
-    if longest > max_positions:
-        raise UserError(
-            f"data.max_prompt_length={config.data.max_prompt_length} + rollout.max_new_tokens="
-            f"{config.rollout.max_new_tokens} = {longest} tokens, but the model takes {max_positions}: "
-            "lower one of them, or set model.max_position_embeddings if the model can take more"
-        )
 
 
 def lies_within(interval: str, value: float) -> bool:

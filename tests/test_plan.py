@@ -15,7 +15,7 @@ from logra_jax.errors import UserError
 from logra_jax.footprint import Footprint, with_optimizer
 from logra_jax.gpus import GIB, GPUS, find_gpu
 from logra_jax.plan import OPTIMIZERS
-from logra_jax.settings import check
+from logra_jax.rules import check
 
 ROOT = Path(__file__).parent.parent
 
