@@ -22,11 +22,12 @@ from logra_jax.errors import UserError
 from logra_jax.optim.apply import widest
 from logra_jax.optim.projection import HIGHEST, weight_keys
 from logra_jax.optim.spec import Matrix, SketchSpec, map_leaves
+from logra_jax.optim.stand_in import StandIn
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["kernel", "a", "b", "scale"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
-class LoraKernel:
+class LoraKernel(StandIn):
     """A kernel with its adapter; takes the kernel's place in a parameter tree and answers `x @ node`.
 
     kernel `[..., k, d]`, a `[..., k, r]`, b `[..., r, d]` and scale `[...]`: four leaves that `lax.scan` and
@@ -38,27 +39,6 @@ class LoraKernel:
     a: Any
     b: Any
     scale: Any
-
-    __array_ufunc__ = None  # numpy arrays on the left leave `@` to us
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the kernel."""
-        return tuple(self.kernel.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the kernel."""
-        return self.kernel.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes of the kernel."""
-        return int(self.kernel.ndim)
-
-    def astype(self, dtype: Any) -> "LoraKernel":
-        """Casts the kernel; the adapter is cast where it is used, so that its gradient is float32."""
-        return replace(self, kernel=self.kernel.astype(dtype))
 
     def constrain(self, sharding: Any) -> "LoraKernel":
         """Lays the kernel out as `sharding` says, and the adapter to match."""

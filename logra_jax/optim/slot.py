@@ -27,6 +27,7 @@ from logra_jax.errors import UserError
 from logra_jax.optim.names import PROJECTED_INPUT
 from logra_jax.optim.projection import expand_leaf, signs, weight_keys
 from logra_jax.optim.spec import Matrix, SketchSpec, leaves_with_paths, map_leaves, path_string, sketch_zeros
+from logra_jax.optim.stand_in import StandIn
 
 
 @partial(
@@ -35,7 +36,7 @@ from logra_jax.optim.spec import Matrix, SketchSpec, leaves_with_paths, map_leav
     meta_fields=["distribution", "in_axes", "out_axes", "probe"],
 )
 @dataclass(frozen=True, eq=False)
-class Slot:
+class Slot(StandIn):
     """A kernel together with its slot; takes the kernel's place in a parameter tree and answers `x @ slot`.
 
     kernel `[..., k, d]`, key_data uint32 `[..., 2]`, u float32 `[..., r, d]`: three leaves that `lax.scan`,
@@ -51,27 +52,6 @@ class Slot:
     in_axes: tuple[int, ...]
     out_axes: tuple[int, ...]
     probe: bool = False  # set while asking whether a function uses its kernels in `@` alone
-
-    __array_ufunc__ = None  # numpy arrays on the left leave `@` to us
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the kernel."""
-        return tuple(self.kernel.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the kernel."""
-        return self.kernel.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes of the kernel."""
-        return int(self.kernel.ndim)
-
-    def astype(self, dtype: Any) -> "Slot":
-        """Casts the kernel; the slot stays float32."""
-        return replace(self, kernel=self.kernel.astype(dtype))
 
     def constrain(self, sharding: Any) -> "Slot":
         """Lays the kernel out as `sharding` says; keys and slot stay where they are."""
