@@ -10,7 +10,6 @@ import numpy as np
 
 from logra_jax import build, distributed, fit, models, optim
 from logra_jax.config import Config, check_lengths, resolve_path
-from logra_jax.errors import UserError
 from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
@@ -123,11 +122,6 @@ class Run(Evaluator):
 
     def __init__(self, config: Config, grader: Grader, after_batch: Callable[[], object]):
         super().__init__(config, grader, after_batch)
-        if self.shape.hybrid:
-            raise UserError(
-                f"model.path={config.model.path} is a hybrid model ({self.shape.model_type}), which can be evaluated "
-                "and converted, but not trained yet"
-            )
         build.check_split(config, self.mesh.shape["fsdp"])
         self.prompts = self._read(config.data.train)
         require_rows(self.prompts, config.rollout.prompts)

@@ -276,10 +276,27 @@ def run(*command):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_hybrid_models_are_not_trained_yet(base, capsys, fixtures):
-    said = refused([*base, f"model.path={fixtures / 'tiny-qwen3_5-text'}", "data.template=plain"], capsys)
-    assert "hybrid model (qwen3_5_text), which can be evaluated and converted, but not trained yet" in said
-    assert not Path("out").exists()
+def test_hybrid_models_learn_the_same_in_packed_rows_on_four_devices(base, fixtures):
+    """Gated delta layers through rollout, sketches, KL probe and check, and the folder that comes out."""
+    model = fixtures / "tiny-qwen3_5-text"
+    argv = [
+        *base, f"model.path={model}", "model.compute_dtype=float32", "data.eval=null", "data.template=plain",
+        "data.max_prompt_length=16", "loss.reference_kl=0", "steps=2", "kl.check_every=1", "loss.importance_cap=2", "checkpoint.every=0",
+        "advantage.estimator=running_baseline", "advantage.failure_reward=-1",
+    ]  # fmt: skip
+    assert train.main([*argv, "out=plain", "loss.micro_batch=4"]) == 0
+    assert train.main([*argv, "out=packed", "loss.token_budget=44", "mesh.fsdp=2", "mesh.tensor=2"]) == 0
+    for plain, packed in zip(*(read_rows(f"{out}/metrics.jsonl") for out in ("plain", "packed")), strict=True):
+        assert plain["grad/norm"] > 0
+        assert abs(plain["importance/mean"] - 1) < 1e-4  # the sampler's log-probabilities are the trainer's
+        assert abs(plain["kl/predicted"] / plain["kl/budget"] - 1) < 1e-3
+        for name in ("grad/norm", "kl/alpha", "kl/predicted", "kl/realized", "loss", "entropy", "response/length"):
+            np.testing.assert_allclose(packed[name], plain[name], rtol=1e-3, atol=1e-6, err_msg=name)
+    _, before = load_hf(model)
+    _, after = load_hf("packed/hf")
+    for block, name in (("linear_attn", "in_proj_qkv"), ("self_attn", "q_proj"), ("mlp", "up_proj")):
+        old, new = (params["layers"][block][name]["kernel"] for params in (before, after))
+        assert (np.abs(np.asarray(new - old)).reshape(-1, *old.shape[-2:]).max((1, 2)) > 0).all()
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])

@@ -17,6 +17,7 @@ from jax import lax
 from logra_jax._shapes import Array, Float, Int
 
 CHUNK = 64  # tokens whose mutual influence is one triangular solve
+BLOCK = 16  # of which the rows are solved one after the other
 NORM_EPS = 1e-6
 
 
@@ -98,11 +99,7 @@ def delta_rule(
         overlap = product("bhid,bhjd->bhij", k, k)[:, :, None]
         unknown = jnp.tril(beta[..., None] * overlap * between, -1)
         known = jnp.broadcast_to(k[:, :, None], (*v.shape[:-1], dk))
-        solved = lax.linalg.triangular_solve(
-            unknown,
-            beta[..., None] * jnp.concatenate([v, since * known], axis=-1),
-            left_side=True, lower=True, unit_diagonal=True,
-        )  # fmt: skip
+        solved = solve_unit_lower(unknown, beta[..., None] * jnp.concatenate([v, since * known], axis=-1))
         written = solved[..., :dv] - product("bhgnk,bhgkv->bhgnv", solved[..., dv:], state)
         seen = product("bhid,bhjd->bhij", q, k)[:, :, None] * between
         out = since * product("bhnk,bhgkv->bhgnv", q, state) + product("bhgij,bhgjv->bhgiv", seen, written)
@@ -116,6 +113,33 @@ def delta_rule(
     (state, _), out = lax.scan(chunk, (start, segments[:, 0]), parts)
     out = out.swapaxes(0, 1).reshape(batch, count * CHUNK, values, dv)[:, :time]
     return out, state.reshape(batch, values, dk, dv)
+
+
+def solve_unit_lower(
+    lower: Float[Array, "*batch n n"], right: Float[Array, "*batch n m"]
+) -> Float[Array, "*batch n m"]:
+    """X with (1 + lower) X = right, for a strictly lower triangle; n a multiple of BLOCK.
+
+    Forward substitution by blocks: the inverses of the blocks on the diagonal row by row, all at once, the rest as
+    matrix products. `lax.linalg.triangular_solve` calls a library on CPUs, and in forward mode that never returns.
+    """
+    product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    starts = range(0, lower.shape[-1], BLOCK)
+    diagonal = jnp.stack([lower[..., i : i + BLOCK, i : i + BLOCK] for i in starts])
+    one = jnp.broadcast_to(jnp.eye(BLOCK, dtype=lower.dtype), diagonal.shape)
+
+    def row(i: Array, inverse: Array) -> Array:
+        own = lax.dynamic_slice_in_dim(diagonal, i, 1, axis=-2)  # 0 from column i on: later rows do not count
+        new = lax.dynamic_slice_in_dim(one, i, 1, axis=-2) - product(own, inverse)
+        return lax.dynamic_update_slice_in_dim(inverse, new, i, axis=-2)
+
+    inverse = lax.fori_loop(1, BLOCK, row, one)
+    solved = product(inverse[0], right[..., :BLOCK, :])
+    for number, i in enumerate(starts[1:], start=1):
+        known = product(lower[..., i : i + BLOCK, :i], solved)
+        block = product(inverse[number], right[..., i : i + BLOCK, :] - known)
+        solved = jnp.concatenate([solved, block], axis=-2)
+    return solved
 
 
 def _lower() -> Array:
