@@ -281,7 +281,8 @@ def test_hybrid_models_learn_the_same_in_packed_rows_on_four_devices(base, fixtu
     model = fixtures / "tiny-qwen3_5-text"
     argv = [
         *base, f"model.path={model}", "model.compute_dtype=float32", "data.eval=null", "data.template=plain",
-        "data.max_prompt_length=16", "loss.reference_kl=0", "steps=2", "kl.check_every=1", "loss.importance_cap=2", "checkpoint.every=0",
+        "data.max_prompt_length=16", "loss.reference_kl=0", "steps=2", "kl.check_every=1",
+        "loss.importance_cap=2", "checkpoint.every=0",
         "advantage.estimator=running_baseline", "advantage.failure_reward=-1",
     ]  # fmt: skip
     assert train.main([*argv, "out=plain", "loss.micro_batch=4"]) == 0
