@@ -203,18 +203,21 @@ class CausalLM:
             short = jax.default_backend() == "cpu" and self.config.num_hidden_layers <= UNROLLED_LAYERS_ON_CPU
             unroll = groups if short else 1
 
-        def layer(full: bool, carry: tuple[jax.Array, LayerCache | None], values: Params) -> Any:
-            module = nnx.merge(graphs["layers" if full else LINEAR_LAYERS], values)
+        def layer(place: int, carry: tuple[jax.Array, LayerCache | None], values: Params) -> Any:
+            full = place == every - 1
+            module = nnx.merge(graphs["layers" if full else LINEAR_LAYERS], _layer_of_group(values, place, every))
             x, kv = module(checkpoint_name(carry[0], LAYER_INPUT), rope, sight, carry[1])
             if kv is not None:
                 kv = kv._replace(layer=kv.layer + 1) if full else kv._replace(linear=kv.linear + 1)
             return x, kv
 
-        kinds = {full: rematerialized(partial(layer, full), self.remat, looped=unroll == 1) for full in (True, False)}
+        # A layer is cut out of its group under the policy: what is cut out before would be kept for the backward pass,
+        # which is a copy of all weights.
+        layers = [rematerialized(partial(layer, place), self.remat, looped=unroll == 1) for place in range(every)]
 
         def group(carry: tuple[jax.Array, LayerCache | None], values: Params) -> tuple[Any, None]:
-            for place in range(every):
-                carry = kinds[place == every - 1](carry, _layer_of_group(values, place, every))
+            for one in layers:
+                carry = one(carry, values)
             return carry, None
 
         (x, kv), _ = jax.lax.scan(group, (x, kv), params, length=groups, unroll=min(unroll, groups))
