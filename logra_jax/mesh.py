@@ -135,15 +135,24 @@ def batch_sharding(mesh: Mesh, rows: int | None = None) -> NamedSharding:
 def place(
     shape: tuple[int, ...], read: Callable[[Any], np.ndarray], sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """An array of `shape` on devices. `read` gives a part of it by slices; of several processes each reads its own."""
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(read(tuple(slice(None) for _ in shape)), sharding)
-    return jax.make_array_from_callback(shape, sharding, read)
+    """An array of `shape` on devices, of which the host holds the part of one device at a time.
+
+    read: gives the part that slices say, in memory that nobody else writes to.
+    """
+    if sharding is None:
+        return jax.device_put(read(tuple(slice(None) for _ in shape)))
+    parts = [
+        jax.device_put(read(part), device).block_until_ready()
+        for device, part in sharding.addressable_devices_indices_map(shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def place_array(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     """A host array, which all processes hold, on devices."""
-    return place(array.shape, array.__getitem__, sharding)
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def fetch(tree: Any) -> Any:
@@ -155,6 +164,19 @@ def fetch(tree: Any) -> Any:
         return multihost_utils.process_allgather(leaf, tiled=True)
 
     return jax.device_get(jax.tree.map(whole, tree))
+
+
+def fetch_parts(array: jax.Array) -> Iterator[tuple[Any, np.ndarray]]:
+    """An array in parts that make it up, each with its index, of which the host holds one at a time.
+
+    What lies on devices of several processes is one part, and they have to fetch it together.
+    """
+    if not array.is_fully_addressable:
+        yield ..., fetch(array)
+        return
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            yield shard.index, np.asarray(shard.data)
 
 
 def _is_names(node: Any) -> bool:
