@@ -18,6 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from logra_jax.errors import UserError
 
+BLOCK = 2**28  # bytes that are fetched at once
+
 MeshAxes = str | tuple[str, ...] | None
 
 
@@ -166,17 +168,21 @@ def fetch(tree: Any) -> Any:
     return jax.device_get(jax.tree.map(whole, tree))
 
 
-def fetch_parts(array: jax.Array) -> Iterator[tuple[Any, np.ndarray]]:
+def fetch_parts(array: jax.Array) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
     """An array in parts that make it up, each with its index, of which the host holds one at a time.
 
-    What lies on devices of several processes is one part, and they have to fetch it together.
+    A part is what a device has, or rows of it of BLOCK bytes. What lies on devices of several processes they have to
+    fetch together, and each of their devices holds all of it meanwhile.
     """
     if not array.is_fully_addressable:
-        yield ..., fetch(array)
-        return
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            yield shard.index, np.asarray(shard.data)
+        array = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+    for shard in {str(shard.index): shard for shard in array.addressable_shards}.values():
+        data, (rows, *rest) = shard.data, shard.index
+        step = max(BLOCK * len(data) // max(data.nbytes, 1), 1)
+        for start in range(0, len(data), step):
+            block = np.asarray(data[start : start + step] if step < len(data) else data)
+            begin = (rows.start or 0) + start
+            yield (slice(begin, begin + len(block)), *rest), block
 
 
 def _is_names(node: Any) -> bool:

@@ -128,3 +128,4 @@ def write_tensor_file(
             if array.shape != shape:
                 raise UserError(f"tensor {name!r} has shape {list(array.shape)}, expected {list(shape)}")
             file.write(array.reshape(-1).view(np.uint8).data)
+            del array  # not to be held beside the next
