@@ -175,7 +175,8 @@ def fetch_parts(array: jax.Array) -> Iterator[tuple[tuple[slice, ...], np.ndarra
     fetch together, and each of their devices holds all of it meanwhile.
     """
     if not array.is_fully_addressable:
-        array = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+        assert isinstance(array.sharding, NamedSharding)
+        array = jax.device_put(array, array.sharding.update(spec=PartitionSpec()))
     for shard in {str(shard.index): shard for shard in array.addressable_shards}.values():
         data, (rows, *rest) = shard.data, shard.index
         step = max(BLOCK * len(data) // max(data.nbytes, 1), 1)

@@ -27,6 +27,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
 LAYERS, EVERY, SHARDS = 64, 4, 18
 TEXT, INDEX = "model.language_model.", "model.safetensors.index.json"
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype code and shape
@@ -149,7 +150,9 @@ def peak_memory() -> Iterator[list[int]]:
     def own() -> int:
         return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
-    ctypes.CDLL(None).malloc_trim(0)  # what has been freed may not count as if it were still in use
+    libc = ctypes.CDLL(None)  # what has been freed goes back to the system, and does not count as if still in use
+    libc.mallopt(M_MMAP_THRESHOLD, 2**16)
+    libc.malloc_trim(0)
     found, before, stop = [0], own(), threading.Event()
 
     def watch() -> None:

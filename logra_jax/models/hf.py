@@ -112,8 +112,8 @@ def _written(
     if isinstance(sharding, NamedSharding):  # the tensor comes to lie as its layer does
         axes = (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
         there = sharding.update(spec=PartitionSpec(*form.file_shape(axes, unit=None)))
-    read = lambda part: np.array(tensor.read()[part], leaf.dtype)
-    value = place(form.file_shape(leaf.shape), read, there)
+    stored = tensor.read()
+    value = place(stored.shape, lambda part: np.array(stored[part], leaf.dtype), there)
     # Waits, or tensors pile up on the host.
     return _put(form.transpose, form.unit_axis, sharding)(leaf, value, np.asarray(at, np.int32)).block_until_ready()
 
