@@ -165,6 +165,21 @@ def attend(
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
 
 
+def attend_from_one(
+    q: Float[Array, "batch one heads head_dim"],
+    k: Float[Array, "batch kv_heads slots head_dim"],
+    v: Float[Array, "batch kv_heads slots head_dim"],
+    valid: Bool[Array, "batch slots"],
+) -> Float[Array, "batch one heads head_dim"]:
+    """`attend` of a row's newest token to all of its slots, on keys and values as a cache holds them."""
+    batch, _, heads, head_dim = q.shape
+    grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], head_dim)
+    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(valid[:, None, None], scores * head_dim**-0.5, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgs,bksh->bkgh", weights, v).reshape(q.shape)
+
+
 def attend_in_blocks(
     q: Float[Array, "batch time heads head_dim"],
     k: Float[Array, "batch slots kv_heads head_dim"],
@@ -238,8 +253,12 @@ class Attention(nnx.Module):
         q, k = rotate(q, rope), rotate(k, rope)
         if kv is not None:
             kv = kv.write(k, v)
-            k, v = kv.read(x.dtype)
-        if sight.lengths is None:
+            k, v = kv.read(x.dtype, sight.valid.shape[1])
+        if kv is not None and x.shape[1] == 1:
+            mixed = attend_from_one(q, k, v, sight.valid)
+        elif sight.lengths is None:
+            if kv is not None:
+                k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
             mixed = attend_in_blocks(q, k, v, sight)
         else:
             mixed = attend_to_front(q, k, v, sight.lengths)
