@@ -145,9 +145,8 @@ def main() -> int:
     for new, old in (("equal", "equal, other"), ("refilled", "batches"), ("refilled", "batches, other")):
         if old in seconds:
             ratios = sorted(b / a for a, b in zip(seconds[new], seconds[old], strict=True))
-            print(
-                f"{new} / {old}: {statistics.median(ratios):.2f} times the tokens/s ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            )
+            middle, ends = statistics.median(ratios), f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+            print(f"{new} / {old}: {middle:.2f} times the tokens/s ({ends})")
     return 0
 
 

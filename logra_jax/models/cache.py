@@ -1,6 +1,6 @@
 """The cache of incremental decoding: keys and values, one slot per position, and the state of linear attention."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,13 @@ class Cache(NamedTuple):
     full attention. window, state: of the gated delta layers, None where there are none: the
     newest inputs of the convolution, and S in float32. They grow with nothing, and nothing can be taken out of them.
 
-    Instead of a stack there may be a tuple of the layers, see `CausalLM.apart`.
+    Instead of a stack there may be a list of the layers, see `CausalLM.apart`. Instead of k and v with all slots there
+    may be tuples, of parts that have them one after the other: a short reach then reads the first parts alone, as they
+    are, where a cut would be a copy. The first part takes any number of new tokens at a time, the others one.
     """
 
-    k: Float[Array, "layers batch kv_heads slots head_dim"]
-    v: Float[Array, "layers batch kv_heads slots head_dim"]
+    k: Float[Array, "layers batch kv_heads slots head_dim"] | tuple[Array, ...]
+    v: Float[Array, "layers batch kv_heads slots head_dim"] | tuple[Array, ...]
     valid: Bool[Array, "batch slots"]
     lengths: Int[Array, "batch"]
     slot: Int[Array, ""]
@@ -40,8 +42,8 @@ class LayerCache(NamedTuple):
     full attention, `linear` the others; None where there is no stack, but what belongs to one layer.
     """
 
-    k: Float[Array, "*layers batch kv_heads slots head_dim"]
-    v: Float[Array, "*layers batch kv_heads slots head_dim"]
+    k: Float[Array, "*layers batch kv_heads slots head_dim"] | tuple[Array, ...]
+    v: Float[Array, "*layers batch kv_heads slots head_dim"] | tuple[Array, ...]
     layer: Int[Array, ""] | None
     slot: Int[Array, ""]
     window: Float[Array, "*linear batch taps channels"] | None = None
@@ -52,21 +54,42 @@ class LayerCache(NamedTuple):
         self, k: Float[Array, "batch time kv_heads head_dim"], v: Float[Array, "batch time kv_heads head_dim"]
     ) -> "LayerCache":
         """This layer's new keys and values at slots `slot` onwards."""
-        zero = jnp.zeros_like(self.slot)
-        at = (zero, zero, self.slot, zero)
+        return self._replace(k=self._put(self.k, k.swapaxes(1, 2)), v=self._put(self.v, v.swapaxes(1, 2)))
 
-        def put(stack: jax.Array, new: jax.Array) -> jax.Array:
-            new = new.swapaxes(1, 2).astype(stack.dtype)
-            if self.layer is None:
-                return lax.dynamic_update_slice(stack, new, at)
-            return lax.dynamic_update_slice(stack, new[None], (self.layer, *at))
+    def _put(self, stack: Any, new: jax.Array) -> Any:
+        if not isinstance(stack, tuple):
+            return lax.dynamic_update_slice(stack, self._like(stack, new), self._at(self.slot))
+        parts, start = [], 0
+        for part in stack:
+            # A slot of another part: what was there is written again.
+            place = self.slot - start
+            at, start = self._at(jnp.clip(place, 0, part.shape[-2] - 1)), start + part.shape[-2]
+            own = self._like(part, new)
+            inside = (place >= 0) & (place < part.shape[-2])
+            old = lax.dynamic_slice(part, at, own.shape)
+            parts.append(lax.dynamic_update_slice(part, jnp.where(inside, own, old), at))
+        return tuple(parts)
 
-        return self._replace(k=put(self.k, k), v=put(self.v, v))
+    def _at(self, slot: jax.Array) -> tuple[jax.Array, ...]:
+        zero = jnp.zeros_like(slot)
+        return (*(() if self.layer is None else (self.layer,)), zero, zero, slot, zero)
 
-    def read(self, dtype: jax.typing.DTypeLike, span: int) -> tuple[jax.Array, jax.Array]:
-        """The first `span` slots of this layer, keys and values `[batch, kv_heads, span, head_dim]`."""
-        k, v = (_layer_of(stack, self.layer)[:, :, :span].astype(dtype) for stack in (self.k, self.v))
-        return k, v
+    def _like(self, stack: jax.Array, new: jax.Array) -> jax.Array:
+        return (new if self.layer is None else new[None]).astype(stack.dtype)
+
+    def read(self, dtype: jax.typing.DTypeLike, reach: int) -> tuple[list[jax.Array], list[jax.Array]]:
+        """This layer's keys and values, the parts that have the first `reach` slots: `[batch, kv_heads, slots,
+        head_dim]` each. A reach has to end where a part does."""
+
+        def near(stack: Any) -> list[jax.Array]:
+            found, start = [], 0
+            for part in stack if isinstance(stack, tuple) else (stack,):
+                if start < reach:
+                    found.append(_layer_of(part, self.layer).astype(dtype))
+                start += part.shape[-2]
+            return found
+
+        return near(self.k), near(self.v)
 
     def read_state(self) -> tuple[jax.Array, jax.Array]:
         """Window and state of this gated delta layer."""

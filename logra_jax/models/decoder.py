@@ -127,7 +127,7 @@ class CausalLM:
     ) -> jax.Array: ...
     @overload
     def hidden(
-        self, params: Params, input_ids: Any, attention_mask: Any = ..., *, cache: Cache, span: int | None = ...
+        self, params: Params, input_ids: Any, attention_mask: Any = ..., *, cache: Cache, reach: int | None = ...
     ) -> tuple[jax.Array, Cache]: ...
     def hidden(
         self,
@@ -137,7 +137,6 @@ class CausalLM:
         cache: Cache | None = None,
         segments: Int[Array, "batch time"] | None = None,
         reach: int | None = None,
-        span: int | None = None,
     ) -> Any:
         """Hidden states after the final norm, `[batch, time, hidden]` in the compute dtype.
 
@@ -146,10 +145,10 @@ class CausalLM:
         cache: keys and values of earlier tokens. The new tokens are written at slots `cache.slot` onwards,
             attend to all earlier valid slots, and the result is `(hidden, new cache)`. A single token attends to
             all valid slots: its own need not be the last of them.
-        span: the slots of the cache that are read, the first so many; what lies behind them is not seen.
         segments: for rows of several texts, instead of mask and cache: a number above 0 at the tokens of each text,
             which lie next to each other, and 0 at padding. Texts do not see each other, and each starts at position 0.
-        reach: tokens of the longest text, if segments are given: attention then looks no further.
+        reach: tokens of the longest text, if segments are given: attention then looks no further. With a cache, how
+            many of its slots are looked at, the first of them; a cache in parts has to have a part that ends there.
         """
         batch, time = input_ids.shape
         if segments is not None:
@@ -172,21 +171,23 @@ class CausalLM:
             if time > slots:
                 raise ValueError(f"{time} new tokens do not fit a cache of {slots} slots")
             valid = jax.lax.dynamic_update_slice(cache.valid, real, (jnp.zeros_like(offset), offset))
+            whole = valid
             positions = jnp.maximum(counted + cache.lengths[:, None] - 1, 0)
             first = jnp.zeros((), jnp.int32)
             hybrid = {} if cache.state is None else {"window": cache.window, "state": cache.state, "linear": first}
             kv = LayerCache(cache.k, cache.v, first, cache.slot, **hybrid)
-        seen = valid if span is None else valid[:, :span]
 
         graphs = _parts(self.config, self.mesh).graphs
         x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
-        sight = Sight(seen, offset, segments, reach, lengths=None if front is None else front.lengths)
+        if cache is not None and reach is not None:
+            valid, reach = valid[:, :reach], None
+        sight = Sight(valid, offset, segments, reach, lengths=None if front is None else front.lengths)
         x, kv = self._layers(params["layers"], x, positions, sight, kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
             return x if front is None else constrain(front.back(x), self.mesh, "batch", None, None)
         lengths, slot = cache.lengths + counted[:, -1], cache.slot + time
-        return x, Cache(kv.k, kv.v, valid, lengths, slot, kv.window, kv.state)
+        return x, Cache(kv.k, kv.v, whole, lengths, slot, kv.window, kv.state)
 
     def _layers(
         self,
@@ -247,7 +248,7 @@ class CausalLM:
             for name in names[full] if one is not None else ():
                 stacks[name][place] = getattr(one, name)
             done[full] += 1
-        return x, kv and kv._replace(**{name: tuple(found) or None for name, found in stacks.items()})
+        return x, kv and kv._replace(**{name: found or None for name, found in stacks.items()})
 
     @property
     def _groups(self) -> int:
@@ -294,8 +295,8 @@ class CausalLM:
             return params["embed_tokens"]["embedding"].T
         return params["lm_head"]["kernel"]
 
-    def init_cache(self, batch: int, length: int, dtype: Any = None, apart: bool = False) -> Cache:
-        """An empty cache of `length` slots, for prompt and new tokens.
+    def init_cache(self, batch: int, length: int | tuple[int, ...], dtype: Any = None, apart: bool = False) -> Cache:
+        """An empty cache of `length` slots, for prompt and new tokens; several lengths are those of its parts.
 
         dtype: by default compute_dtype; S of linear attention is float32 anyway. apart: for parameters that went
         through `apart`.
@@ -305,14 +306,21 @@ class CausalLM:
 
         def zeros(count: int, *shape: int, axes: tuple[str | None, ...], kind: Any = kept) -> Any:
             if apart and self._written_out:
-                return tuple(constrain(jnp.zeros(shape, kind), self.mesh, *axes) for _ in range(count))
+                return [constrain(jnp.zeros(shape, kind), self.mesh, *axes) for _ in range(count)]
             return constrain(jnp.zeros((count, *shape), kind), self.mesh, None, *axes)
 
-        keys = partial(zeros, len(c.full_layers), batch, c.num_key_value_heads, length, c.head_dim)
+        def keys() -> Any:
+            one = partial(zeros, len(c.full_layers), axes=("batch", "kv_heads", None, None))
+            shape = lambda slots: (batch, c.num_key_value_heads, slots, c.head_dim)
+            if isinstance(length, int):
+                return one(*shape(length))
+            parts = [one(*shape(slots)) for slots in length]
+            return [tuple(own) for own in zip(*parts, strict=True)] if isinstance(parts[0], list) else tuple(parts)
+
         cache = Cache(
-            k=keys(axes=("batch", "kv_heads", None, None)),
-            v=keys(axes=("batch", "kv_heads", None, None)),
-            valid=jnp.zeros((batch, length), jnp.bool_),
+            k=keys(),
+            v=keys(),
+            valid=jnp.zeros((batch, length if isinstance(length, int) else sum(length)), jnp.bool_),
             lengths=jnp.zeros((batch,), jnp.int32),
             slot=jnp.zeros((), jnp.int32),
         )

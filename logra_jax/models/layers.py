@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -167,17 +168,20 @@ def attend(
 
 def attend_from_one(
     q: Float[Array, "batch one heads head_dim"],
-    k: Float[Array, "batch kv_heads slots head_dim"],
-    v: Float[Array, "batch kv_heads slots head_dim"],
+    k: list[Array],
+    v: list[Array],
     valid: Bool[Array, "batch slots"],
 ) -> Float[Array, "batch one heads head_dim"]:
-    """`attend` of a row's newest token to all of its slots, on keys and values as a cache holds them."""
-    batch, _, heads, head_dim = q.shape
-    grouped = q.reshape(batch, k.shape[1], heads // k.shape[1], head_dim)
-    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(valid[:, None, None], scores * head_dim**-0.5, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgs,bksh->bkgh", weights, v).reshape(q.shape)
+    """`attend` of a row's newest token to all of its slots, on parts of keys and values as a cache holds them."""
+    batch, head_dim = q.shape[0], q.shape[-1]
+    grouped = q.reshape(batch, k[0].shape[1], -1, head_dim)
+    products = [jnp.einsum("bkgh,bksh->bkgs", grouped, part, preferred_element_type=jnp.float32) for part in k]
+    scores = jnp.concatenate(products, axis=-1) * head_dim**-0.5
+    scores = jnp.where(valid[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    ends = np.cumsum([part.shape[2] for part in v])[:-1]
+    mixed = [jnp.einsum("bkgs,bksh->bkgh", w, x) for w, x in zip(jnp.split(weights, ends, axis=-1), v, strict=True)]
+    return sum(mixed[1:], mixed[0]).reshape(q.shape)
 
 
 def attend_in_blocks(
@@ -253,12 +257,11 @@ class Attention(nnx.Module):
         q, k = rotate(q, rope), rotate(k, rope)
         if kv is not None:
             kv = kv.write(k, v)
-            k, v = kv.read(x.dtype, sight.valid.shape[1])
+            parts = kv.read(x.dtype, sight.valid.shape[1])
+            k, v = (part[0].swapaxes(1, 2) for part in parts)
         if kv is not None and x.shape[1] == 1:
-            mixed = attend_from_one(q, k, v, sight.valid)
+            mixed = attend_from_one(q, *parts, sight.valid)
         elif sight.lengths is None:
-            if kv is not None:
-                k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
             mixed = attend_in_blocks(q, k, v, sight)
         else:
             mixed = attend_to_front(q, k, v, sight.lengths)

@@ -64,9 +64,13 @@ class Decoder:
         # The prompt runs once per prompt, through a cache of its own width: its attention then is P x P, not P x (P +
         # C).
         hidden, cache = self.prefill(requests.tokens, requests.lengths)
-        rows = self.empty(len(requests.limits), self._widen(cache, n))
+        rows = self.empty(len(requests.limits), requests.tokens.shape[1])
         rows = rows._replace(
-            turn=jnp.int32(0), done=jnp.zeros_like(rows.done), keys=requests.keys, limits=requests.limits
+            turn=jnp.int32(0),
+            done=jnp.zeros_like(rows.done),
+            keys=requests.keys,
+            limits=requests.limits,
+            cache=put_prompts(lambda axis, own, _: repeat(own, n, axis), rows.cache, cache),
         )
         rows = self._record(rows, repeat(hidden[:, -1], n, 0))
         for span in spans(self.width):
@@ -82,12 +86,14 @@ class Decoder:
         real = real if last else real.at[:, -1].set(False)
         return self.model.hidden(self.params, tokens, real, cache=self.empty_cache(batch, width))
 
-    def empty_cache(self, rows: int, slots: int) -> Cache:
+    def empty_cache(self, rows: int, slots: int | tuple[int, ...]) -> Cache:
         """A cache of the sampler's number format."""
         return self.model.init_cache(rows, slots, self.cache_dtype, apart=True)
 
-    def empty(self, places: int, cache: Cache) -> Rows:
-        """`places` without a row."""
+    def empty(self, places: int, prompt: int) -> Rows:
+        """`places` without a row, and with a cache in parts, that end where the spans do."""
+        ends = [prompt + span for span in spans(self.width)]
+        parts = tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
         whole = lambda x: constrain(x, self.model.mesh, "batch", *(None for _ in x.shape[1:]))
         zeros = jnp.zeros((places,), jnp.int32)
         return Rows(
@@ -99,14 +105,14 @@ class Decoder:
             lengths=whole(zeros),
             tokens=whole(jnp.full((places, self.width), self.pad_id, jnp.int32)),
             logprobs=whole(jnp.zeros((places, self.width), jnp.float32)),
-            cache=cache,
+            cache=self.empty_cache(places, parts),
         )
 
     def step(self, rows: Rows, span: int) -> Rows:
         """Feed the newest tokens and draw the next, reading the first `span` slots of the ring."""
         prompt = rows.cache.valid.shape[1] - self.width
         cache = rows.cache._replace(slot=prompt + (rows.turn - 1) % self.width)
-        hidden, cache = self.model.hidden(self.params, rows.newest[:, None], cache=cache, span=prompt + span)
+        hidden, cache = self.model.hidden(self.params, rows.newest[:, None], cache=cache, reach=prompt + span)
         return self._record(rows._replace(cache=cache), hidden[:, 0])
 
     def _until(self, rows: Rows, span: int) -> Rows:
@@ -137,16 +143,6 @@ class Decoder:
             logprobs=write(rows.logprobs, logprob),
         )
 
-    def _widen(self, cache: Cache, n: int) -> Cache:
-        """The cache of the prompts made that of their n completions each, with room for them."""
-        wider = lambda x: jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, self.width), (0, 0)))
-        cache = cache._replace(
-            k=jax.tree.map(wider, cache.k),
-            v=jax.tree.map(wider, cache.v),
-            valid=jnp.pad(cache.valid, ((0, 0), (0, self.width))),
-        )
-        return map_rows(lambda axis, x: repeat(x, n, axis), cache)
-
 
 def spans(width: int) -> list[int]:
     """How many slots of the ring are read, in turn: the last is all, each of the others about half of the next."""
@@ -156,15 +152,22 @@ def spans(width: int) -> list[int]:
     return found
 
 
-def map_rows(change: Callable[..., Array], cache: Cache, *others: Cache) -> Cache:
-    """`change(axis, x, ...)` of all arrays of caches that have rows, and the axis that they are on."""
+def put_prompts(change: Callable[[int, Array, Array], Array], cache: Cache, prompts: Cache) -> Cache:
+    """`cache` with `change(axis of rows, prompts' array, cache's array)` where the prompts' slots are, and states."""
 
-    def on(axis: int, *names: str) -> dict[str, Any]:
-        parts = [{name: getattr(each, name) for name in names} for each in (cache, *others)]
-        return jax.tree.map(lambda *xs: change(axis, *xs), *parts)
+    def put(axis: int, old: Any, own: Any) -> Any:
+        if isinstance(old, list):
+            return [put(0, *each) for each in zip(old, own, strict=True)]
+        if isinstance(old, tuple):
+            return (put(axis, old[0], own), *old[1:])
+        if old is None:
+            return None
+        part = tuple(slice(None if i == axis else extent) for i, extent in enumerate(own.shape))
+        return old.at[part].set(change(axis, own, old[part]))
 
-    stacked = 0 if isinstance(cache.k, tuple) else 1
-    return cache._replace(**on(stacked, "k", "v", "window", "state"), **on(0, "valid", "lengths"))
+    axes = {"k": 1, "v": 1, "window": 1, "state": 1, "valid": 0, "lengths": 0}
+    found = {name: put(axis, getattr(cache, name), getattr(prompts, name)) for name, axis in axes.items()}
+    return cache._replace(**found)
 
 
 def repeat(x: Array, n: int, axis: int) -> Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from logra_jax._shapes import Array, Float, Int
 from logra_jax.models.cache import Cache
-from logra_jax.rl.decoding import Decoder, Requests, Rows, map_rows, spans
+from logra_jax.rl.decoding import Decoder, Requests, Rows, put_prompts, spans
 
 EMPTY_SHARE = 16  # of so many places one is empty before waiting rows are let in, all in one go
 
@@ -36,6 +36,11 @@ class Waiting(NamedTuple):
     logprobs: Float[Array, "lanes n c"]
 
 
+def refill_group(places: int, prompts: int, n: int) -> int:
+    """How many of the prompts run at once: as many as fill all places with n rows each."""
+    return min(-(-places // n), prompts)
+
+
 @dataclass(frozen=True)
 class Refill:
     """The loop for `places` rows at a time, of n per prompt; lanes divides places and prompts."""
@@ -49,7 +54,7 @@ class Refill:
     @property
     def _group(self) -> int:
         """Prompts of a lane that run at once."""
-        return min(-(-self.places // self.lanes // self.n), self._prompts)
+        return refill_group(self.places // self.lanes, self._prompts, self.n)
 
     @property
     def _prompts(self) -> int:
@@ -69,7 +74,7 @@ class Refill:
         decoder, (_, width) = self.decoder, self.requests.tokens.shape
         shape = (self.lanes, self._count, decoder.width)
         state = Waiting(
-            rows=decoder.empty(self.places, decoder.empty_cache(self.places, width + decoder.width)),
+            rows=decoder.empty(self.places, width),
             number=jnp.full((self.lanes, self.places // self.lanes), self._count),
             start=jnp.zeros((self.places,), jnp.int32),
             upcoming=jnp.zeros((self.lanes,), jnp.int32),
@@ -137,10 +142,6 @@ class Refill:
             take = jax.vmap(lambda own, at: jnp.take(own, at, axis=axis), in_axes=(axis, 0), out_axes=axis)
             return take(own, index).reshape(*before, -1, *after)
 
-        def start(axis: int, old: Array, prompts: Array) -> Array:
-            part = tuple(slice(None if i == axis else extent) for i, extent in enumerate(prompts.shape))
-            return old.at[part].set(where_new(axis, pick(axis, prompts, in_group), old[part]))
-
         cache = rows.cache._replace(valid=rows.cache.valid & ~new[:, None])
         keys = where_new(0, pick(0, jax.random.key_data(requests.keys), row), jax.random.key_data(rows.keys))
         rows = rows._replace(
@@ -149,7 +150,9 @@ class Refill:
             keys=jax.random.wrap_key_data(keys),
             limits=where_new(0, pick(0, requests.limits, row), rows.limits),
             lengths=jnp.where(new, 0, rows.lengths),
-            cache=map_rows(start, cache, state.prompts),
+            cache=put_prompts(
+                lambda axis, own, old: where_new(axis, pick(axis, own, in_group), old), cache, state.prompts
+            ),
         )
         return state._replace(
             rows=rows,
