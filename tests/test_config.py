@@ -215,6 +215,7 @@ TOGETHER = [
     (["optimizer.others_learning_rate=1e-6"], ["no effect", "optimizer.others=frozen"]),
     (["optimizer.warmup=100"], ["optimizer.warmup=100", "steps=100"]),
     (["eval.samples=4"], ["eval.samples=4", "eval.temperature=0"]),
+    (["rollout.prompts=2", "rollout.generations=8", "rollout.slots=17"], ["rollout.slots=17", "the 16 answers"]),
 ]
 
 
