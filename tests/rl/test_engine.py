@@ -49,7 +49,7 @@ def requests():
     return (tokens, lengths, np.arange(10, 18, dtype=np.int32)), rng.integers(1, WIDTH + 1, 8 * N).astype(np.int32)
 
 
-def check_definition(model, params, got: Rollout, requests, atol=1e-5):
+def check_definition(model, params, got: Rollout, requests, steps=32):
     """token = argmax(z / T + noise of its key), until an end token or the limit; z from one pass over the texts."""
     (_, prompt_lengths, ids), limits = requests
     got = jax.device_get(got)
@@ -68,6 +68,8 @@ def check_definition(model, params, got: Rollout, requests, atol=1e-5):
     drawn = jax.jit(jax.vmap(jax.vmap(noise, (None, None, 0))))(ids[rows // N], rows % N, places)
     want = np.argmax(z + np.asarray(drawn), axis=-1)
     wide = z.astype(np.float64)
+    # Both sides round in float32, at the size of the logits, in about as many steps as there are sums in a row.
+    atol = steps * np.finfo(np.float32).eps * np.abs(z).max()
     logs = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
     for row, new in enumerate(got.tokens[:, 5:]):
         ends = [t for t, token in enumerate(new[: limits[row]].tolist()) if token in (END, 8)]
@@ -75,7 +77,7 @@ def check_definition(model, params, got: Rollout, requests, atol=1e-5):
         assert (got.lengths[row], got.stopped[row]) == (length, bool(ends))
         assert new.tolist() == want[row, :length].tolist() + [END] * (WIDTH - length)
         picked = np.take_along_axis(logs[row, :length], new[:length, None], -1)[:, 0]
-        np.testing.assert_allclose(got.logprobs[row], np.pad(picked, (0, WIDTH - length)), atol=atol)
+        np.testing.assert_allclose(got.logprobs[row], np.pad(picked, (0, WIDTH - length)), atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize(("slots", "loop"), [(5, False), (4, True), (0, False)])
@@ -94,7 +96,8 @@ def test_rows_are_those_of_the_definition(policy, requests, slots, loop, monkeyp
 def test_states_of_linear_attention_are_those_of_the_new_row(hybrid, requests):
     model, params = hybrid
     got = make_sampler(model, slots=5).generate(params, *requests[0], N, SEED, UPDATE, requests[1])
-    check_definition(model, params, got, requests, atol=3e-5)
+    # A delta rule in chunks and step by step are two ways to the same sum, ten times as far apart.
+    check_definition(model, params, got, requests, steps=320)
 
 
 @pytest.mark.parametrize(("fsdp", "tensor"), [(4, 1), (2, 2)])
