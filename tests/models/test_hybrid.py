@@ -176,13 +176,26 @@ LINEAR, FULL = "linear_attention", "full_attention"
         ({"attn_output_gate": False}, "attn_output_gate is False"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5"),
-        ({"model_type": "qwen3_5_vision"}, "model_type is 'qwen3_5_vision': supported are"),
+        ({"model_type": "qwen3_5_vision"}, "model_type is 'qwen3_5_vision': supported are .* its text part"),
     ],
 )
 def test_configurations_that_contradict_themselves(fixtures, changes, message):
     raw = json.loads((fixtures / TEXT / "config.json").read_text()) | changes
     with pytest.raises(UserError, match=message):
         ModelConfig.from_hf(raw)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "message"),
+    [
+        (["text_config"], r"config\.json has a vision_config and no text_config: only text models are supported"),
+        (["text_config", "model_type"], "has a vision_config and no text_config"),
+    ],
+)
+def test_configurations_of_images_alone(fixtures, left_out, message):
+    raw = json.loads((fixtures / MULTIMODAL / "config.json").read_text())
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_hf({key: value for key, value in raw.items() if key not in left_out})
 
 
 def test_a_written_configuration_reads_back(load_checkpoint):
