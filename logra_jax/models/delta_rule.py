@@ -169,9 +169,9 @@ def causal_conv(
     time, taps = x.shape[1], kernel.shape[0] - 1
     whole = jnp.concatenate([window.astype(x.dtype), x], axis=1)
     numbers = None if segments is None else jnp.pad(segments, ((0, 0), (taps, 0)), mode="edge")
-    total = jnp.zeros_like(x)
+    total = jnp.zeros(x.shape, jnp.float32)
     for j in range(taps + 1):
-        tap = whole[:, j : j + time] * kernel[j].astype(x.dtype)[None, None]
+        tap = whole[:, j : j + time].astype(jnp.float32) * kernel[j].astype(jnp.float32)[None, None]
         if segments is not None and numbers is not None:
             tap = jnp.where((numbers[:, j : j + time] == segments)[..., None], tap, 0)
         total = total + tap
