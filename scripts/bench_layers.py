@@ -19,6 +19,7 @@ are the compiler's.
 import argparse
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -79,6 +80,7 @@ def main() -> int:
         raise UserError(f"--tokens is {found.tokens!r}; give lengths such as 512,1024") from None
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in PASSES}
     for tokens in lengths:
+        print(f"measuring {tokens} tokens ...", file=sys.stderr, flush=True)
         names = (ATTENTION, DELTA, STEPS) if tokens <= found.steps_up_to else (ATTENTION, DELTA)
         for name, row in measure(config, names, tokens, found.dtype, found.repeats).items():
             rows[name].append(row)
