@@ -18,6 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from logra_jax.errors import UserError
 
+BLOCK = 2**28  # bytes that are fetched at once
+
 MeshAxes = str | tuple[str, ...] | None
 
 
@@ -135,15 +137,24 @@ def batch_sharding(mesh: Mesh, rows: int | None = None) -> NamedSharding:
 def place(
     shape: tuple[int, ...], read: Callable[[Any], np.ndarray], sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """An array of `shape` on devices. `read` gives a part of it by slices; of several processes each reads its own."""
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(read(tuple(slice(None) for _ in shape)), sharding)
-    return jax.make_array_from_callback(shape, sharding, read)
+    """An array of `shape` on devices, of which the host holds the part of one device at a time.
+
+    read: gives the part that slices say, in memory that nobody else writes to.
+    """
+    if sharding is None:
+        return jax.device_put(read(tuple(slice(None) for _ in shape)))
+    parts = [
+        jax.device_put(read(part), device).block_until_ready()
+        for device, part in sharding.addressable_devices_indices_map(shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def place_array(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     """A host array, which all processes hold, on devices."""
-    return place(array.shape, array.__getitem__, sharding)
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def fetch(tree: Any) -> Any:
@@ -155,6 +166,24 @@ def fetch(tree: Any) -> Any:
         return multihost_utils.process_allgather(leaf, tiled=True)
 
     return jax.device_get(jax.tree.map(whole, tree))
+
+
+def fetch_parts(array: jax.Array) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+    """An array in parts that make it up, each with its index, of which the host holds one at a time.
+
+    A part is what a device has, or rows of it of BLOCK bytes. What lies on devices of several processes they have to
+    fetch together, and each of their devices holds all of it meanwhile.
+    """
+    if not array.is_fully_addressable:
+        assert isinstance(array.sharding, NamedSharding)
+        array = jax.device_put(array, array.sharding.update(spec=PartitionSpec()))
+    for shard in {str(shard.index): shard for shard in array.addressable_shards}.values():
+        data, (rows, *rest) = shard.data, shard.index
+        step = max(BLOCK * len(data) // max(data.nbytes, 1), 1)
+        for start in range(0, len(data), step):
+            block = np.asarray(data[start : start + step] if step < len(data) else data)
+            begin = (rows.start or 0) + start
+            yield (slice(begin, begin + len(block)), *rest), block
 
 
 def _is_names(node: Any) -> bool:

@@ -124,8 +124,8 @@ NO_COMPILER = (
 )
 
 NO_CUDNN = (
-    "note: planned with attention in blocks, which takes a little more memory than cuDNN's: {reason}. With the library "
-    "installed (pip install nvidia-cudnn-cu13) cuDNN's is planned"
+    "note: planned with attention in blocks, which takes a little more memory than cuDNN's: {reason}. If that is for "
+    "want of cuDNN's library: pip install nvidia-cudnn-cu13"
 )
 
 

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from tiny import TINY
 
 from logra_jax.errors import UserError
-from logra_jax.mesh import AxisTable, batch_sharding, make_mesh, shardings
+from logra_jax.mesh import AxisTable, batch_sharding, fetch_parts, make_mesh, place, shardings
 from logra_jax.models import CausalLM
 
 SIZES = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
@@ -88,3 +88,24 @@ def test_a_mesh_takes_the_first_devices_and_no_more_than_there_are():
         make_mesh(3, 3)
     with pytest.raises(UserError, match="fsdp=0, tensor=1: both must be at least 1"):
         make_mesh(0, 1)
+
+
+def test_arrays_come_and_go_in_parts(monkeypatch):
+    """Split over fsdp, the same on both devices of tensor: 4 parts to place on 8 devices, and 4 to fetch."""
+    values, mesh = np.arange(96, dtype=np.float32).reshape(12, 8), make_mesh(4, 2)
+    sharding, sizes = jax.sharding.NamedSharding(mesh, P(None, "fsdp")), []
+
+    def read(part):
+        sizes.append(values[part].shape)
+        return values[part].copy()
+
+    array = place(values.shape, read, sharding)
+    assert sizes == [(12, 2)] * 8
+    assert array.sharding == sharding
+    np.testing.assert_array_equal(array, values)
+    monkeypatch.setattr("logra_jax.mesh.BLOCK", 5 * 2 * 4)  # bytes of five rows
+    parts, found = list(fetch_parts(array)), np.zeros_like(values)
+    assert [part.shape for _, part in parts] == [(5, 2), (5, 2), (2, 2)] * 4
+    for index, part in parts:
+        found[index] += part
+    np.testing.assert_array_equal(found, values)

@@ -32,6 +32,7 @@ from logra_jax.models.remat import LAYER_INPUT, REMAT, rematerialized
 Params = dict[str, Any]
 Ids = Int[Array | np.ndarray, "batch time"]
 Mask = Int[Array | np.ndarray, "batch time"] | Bool[Array | np.ndarray, "batch time"]
+State = tuple[jax.Array, LayerCache | None]  # activations, and where there is a cache, its part of the layers' loop
 DTYPES = ("float32", "bfloat16")
 
 # On a CPU the loop over layers costs about a seventh of a gradient, so a short stack is unrolled there.
@@ -202,26 +203,32 @@ class CausalLM:
         if unroll is None:
             short = jax.default_backend() == "cpu" and self.config.num_hidden_layers <= UNROLLED_LAYERS_ON_CPU
             unroll = groups if short else 1
+        unroll = min(unroll, groups)
 
-        def layer(place: int, carry: tuple[jax.Array, LayerCache | None], values: Params) -> Any:
-            full = place == every - 1
-            module = nnx.merge(graphs["layers" if full else LINEAR_LAYERS], _layer_of_group(values, place, every))
+        def layer(full: bool, carry: State, values: Params, at: tuple[Any, Any] | None = None) -> State:
+            # A layer is cut out under the policy: what is cut out before would be kept for the backward pass, which
+            # is a copy of all weights.
+            own = values if at is None else _layer_of_group(values, full, at)
+            module = nnx.merge(graphs["layers" if full else LINEAR_LAYERS], own)
             x, kv = module(checkpoint_name(carry[0], LAYER_INPUT), rope, sight, carry[1])
             if kv is not None:
                 kv = kv._replace(layer=kv.layer + 1) if full else kv._replace(linear=kv.linear + 1)
             return x, kv
 
-        # A layer is cut out of its group under the policy: what is cut out before would be kept for the backward pass,
-        # which is a copy of all weights.
-        layers = [rematerialized(partial(layer, place), self.remat, looped=unroll == 1) for place in range(every)]
+        full, linear = (rematerialized(partial(layer, kind), self.remat, looped=unroll == 1) for kind in (True, False))
+        if self.config.linear_attention is None:
+            carry, _ = jax.lax.scan(lambda carry, own: (full(carry, own), None), (x, kv), params, groups, unroll=unroll)
+            return carry
 
-        def group(carry: tuple[jax.Array, LayerCache | None], values: Params) -> tuple[Any, None]:
-            for one in layers:
-                carry = one(carry, values)
-            return carry, None
+        # A loop of its own, so that one layer after the other is computed again on the way back, not all of a group.
+        # Whole stacks go into the loops: the part that belongs to a group would be a copy.
+        def group(carry: State, number: Any) -> tuple[State, None]:
+            one = lambda carry, place: (linear(carry, params, (number, place)), None)
+            carry, _ = jax.lax.scan(one, carry, jnp.arange(every - 1), unroll=1 if unroll == 1 else every - 1)
+            return full(carry, params, (number, jnp.int32(every - 1))), None
 
-        (x, kv), _ = jax.lax.scan(group, (x, kv), params, length=groups, unroll=min(unroll, groups))
-        return x, kv
+        carry, _ = jax.lax.scan(group, (x, kv), jnp.arange(groups), unroll=unroll)
+        return carry
 
     def logits(
         self,
@@ -296,21 +303,20 @@ class CausalLM:
         return {path: name.names for path, name in name_table(self.config).items()}
 
 
-def _layer_of_group(values: Params, place: int, every: int) -> Params:
-    """The parameters of one layer of a group of `every`, the last of which has full attention."""
-    if every == 1:
-        return values
-    other = "linear_attn" if place == every - 1 else "self_attn"
-    # Not `x[place]`: JAX cannot add what flows back through that slice to a ref, and XLA would cut all stacks into
-    # those of each place before the loop, which is a copy of all weights.
-    at = jax.lax.optimization_barrier(jnp.int32(place))
-    pick = lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
-    # A group has one layer with full attention, so those parameters are no stack any more.
-    return {
-        name: part if name == "self_attn" else jax.tree.map(pick, part)
-        for name, part in values.items()
-        if name != other
-    }
+def _layer_of_group(values: Params, full: bool, at: tuple[Any, Any]) -> Params:
+    """The parameters of one layer, with full or linear attention: `at` is its group and its place there."""
+
+    def cut(part: Any, *at: Any) -> Any:
+        # Not `x[at]`: JAX cannot add what flows back through that to a ref.
+        def one(x: Array) -> Array:
+            inner = x.shape[len(at) :]
+            return jax.lax.dynamic_slice(x, (*at, *(0 for _ in inner)), (*(1 for _ in at), *inner)).reshape(inner)
+
+        return jax.tree.map(one, part)
+
+    # A group has one layer with full attention, so those parameters are stacked over groups alone.
+    mixer = {"self_attn": cut(values["self_attn"], at[0])} if full else {"linear_attn": cut(values["linear_attn"], *at)}
+    return mixer | {name: cut(part, *at) for name, part in values.items() if name not in ("self_attn", "linear_attn")}
 
 
 def positions_within(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:

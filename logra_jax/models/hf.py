@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from logra_jax.errors import UserError
 from logra_jax.mesh import place
@@ -39,12 +41,13 @@ def load_hf(
     dtype: of the parameters, "float32" or "bfloat16", whatever the file stores; or a mapping from parameter
         paths to those, where a parameter that is not in it stays as stored (float16 and mixed stacks become
         float32). compute_dtype: of the activations, by default the same; to be given with a mapping.
-    shardings: tree like the parameters, of shardings to place each leaf with (default: one device).
+    shardings: tree like the parameters, of the NamedSharding of each leaf (default: all on one device).
     rope_theta, max_position_embeddings: override config.json, and are saved by `save_hf`.
 
-    One stacked leaf at a time is assembled in host memory; of several processes each assembles the parts of its own
-    devices. Raises UserError for a folder that is incomplete,
-    damaged, or of a model that this decoder does not compute exactly; nothing is ever skipped or made up.
+    Tensors go from the mapped files to their places on the devices one after the other: the host holds no more than
+    what one device gets of one tensor, and of several processes each reads what its own devices get. Raises UserError
+    for a folder that is incomplete, damaged, or of a model that this decoder does not compute exactly; nothing is
+    ever skipped or made up.
     """
     folder = Path(folder)
     asked = dict(dtype) if isinstance(dtype, Mapping) else None
@@ -64,20 +67,55 @@ def load_hf(
     model = CausalLM(config, compute_dtype=compute_dtype, source=str(folder.resolve()), end_ids=end_ids, pad_id=pad_id)
     files = open_shards(folder)
     home = check_tensors(folder, model, files)
-    table = name_table(config)
-    places = None if shardings is None else flatten_dict(shardings, sep="/")
-    loaded: dict[str, jax.Array] = {}
     shapes = flatten_dict(model.abstract_params(), sep="/")
     if unknown := set(asked or ()) - set(shapes):
         raise UserError(f"load_hf: dtype names {listing(unknown)}, which are no parameters of this model")
-    for path, leaf in shapes.items():
-        form = table[path]
-        tensors = [home[name] for name in form.names]
-        kind = dtype if asked is None else asked.get(path) or _stored_dtype(tensor.dtype for tensor in tensors)
-        dtype_there = DTYPES[CODES[check_dtype("dtype", kind)]]
-        read = partial(_read, tensors, form, leaf.shape, dtype_there)
-        loaded[path] = place(leaf.shape, read, None if places is None else places[path])
+    places = {} if shardings is None else flatten_dict(shardings, sep="/")
+    table, leaf_of, forms = name_table(config), dict[str, tuple[str, tuple[int, ...]]](), []
+    for path, form in table.items():
+        kind = dtype if asked is None else asked.get(path) or _stored_dtype(home[name].dtype for name in form.names)
+        forms.append((shapes[path].shape, DTYPES[CODES[check_dtype("dtype", kind)]].name, places.get(path)))
+        leaf_of |= {name: (path, at) for name, at in zip(form.names, np.ndindex(form.stack), strict=True)}
+    loaded = dict(zip(table, _allocate(tuple(forms))(), strict=True))
+    for name, tensor in home.items():
+        path, at = leaf_of[name]
+        loaded[path] = _written(loaded[path], tensor, table[path], at, places.get(path))
     return model, unflatten_dict(loaded, sep="/")
+
+
+@cache
+def _allocate(forms: tuple[tuple[tuple[int, ...], str, Sharding | None], ...]) -> Callable[[], list[jax.Array]]:
+    """A program for zeros of these shapes, dtypes and shardings."""
+    return jax.jit(
+        lambda: [jnp.zeros(shape, dtype) for shape, dtype, _ in forms], out_shardings=[there for *_, there in forms]
+    )
+
+
+@cache
+def _put(transpose: bool, unit_axis: bool, sharding: Sharding | None) -> Callable[..., jax.Array]:
+    """A program that puts a file's tensor into a leaf in place. The index is traced, so all layers share it."""
+    form = HfName("", transpose=transpose, unit_axis=unit_axis)
+
+    def put(leaf: jax.Array, tensor: jax.Array, at: jax.Array) -> jax.Array:
+        layer = form.from_file(tensor)
+        start = [*at, *[0] * layer.ndim]
+        return jax.lax.dynamic_update_slice(leaf, layer.reshape((1,) * len(at) + layer.shape), start)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
+
+
+def _written(
+    leaf: jax.Array, tensor: Stored, form: HfName, at: tuple[int, ...], sharding: Sharding | None
+) -> jax.Array:
+    """The leaf, which is donated, with a tensor at its place in the stack."""
+    there = sharding
+    if isinstance(sharding, NamedSharding):  # the tensor comes to lie as its layer does
+        axes = (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
+        there = sharding.update(spec=PartitionSpec(*form.file_shape(axes, unit=None)))
+    stored = tensor.read()
+    value = place(stored.shape, lambda part: np.array(stored[part], leaf.dtype), there)
+    # Waits, or tensors pile up on the host.
+    return _put(form.transpose, form.unit_axis, sharding)(leaf, value, np.asarray(at, np.int32)).block_until_ready()
 
 
 class Stored(NamedTuple):
@@ -94,18 +132,6 @@ class Stored(NamedTuple):
     def read(self) -> np.ndarray:
         """Its value."""
         return self.file.read(self.name)
-
-
-def _read(
-    tensors: list[Stored], form: HfName, shape: tuple[int, ...], dtype: Any, part: tuple[slice, ...]
-) -> np.ndarray:
-    """A part of a parameter of `shape`; of a stack's tensors it reads those that it needs."""
-    out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(part, shape, strict=True)], dtype)
-    depth = len(form.stack)
-    wanted = np.arange(len(tensors)).reshape(form.stack)[part[:depth]]
-    for at, number in np.ndenumerate(wanted):
-        out[at] = form.from_file(tensors[number].read())[part[depth:]]
-    return out
 
 
 def _stored_dtype(codes: Iterable[str]) -> str:
@@ -168,6 +194,7 @@ def open_shards(folder: Path) -> list[TensorFile]:
 def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) -> dict[str, Stored]:
     """Where each tensor of the model is, by its text-only name: all are there in their shapes and nothing else is.
 
+    In the order of the files.
     Beside the text of a multimodal file may lie what `names.BESIDE_TEXT` says. Raises UserError.
     """
     expected = hf_shapes(model)
@@ -201,7 +228,7 @@ def check_tensors(folder: Path, model: CausalLM, files: Iterable[TensorFile]) ->
                 f"{file.path}: tensor {label!r} has shape {list(entry.shape)}, expected {list(shape)} "
                 f"from config.json; check that the two belong together"
             )
-    return {name: found[name] for name in expected}
+    return {name: tensor for name, tensor in found.items() if name in expected}
 
 
 def hf_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:

@@ -53,11 +53,11 @@ class HfName(NamedTuple):
         value = value[:, 0] if self.unit_axis else value
         return value.T if self.transpose else value
 
-    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor in the file for the shape of the whole leaf."""
+    def file_shape(self, shape: tuple[Any, ...], unit: Any = 1) -> tuple[Any, ...]:
+        """Shape of the tensor in the file for that of the whole leaf, or what else goes by axes, with its `unit`."""
         one = shape[len(self.stack) :]
         one = one[::-1] if self.transpose else one
-        return (one[0], 1, *one[1:]) if self.unit_axis else one
+        return (one[0], unit, *one[1:]) if self.unit_axis else one
 
 
 def name_table(config: ModelConfig) -> dict[str, HfName]:

@@ -24,7 +24,10 @@ LAYER_INPUT, BETWEEN = "layer_input", "between_attention_and_mlp"
 
 
 def rematerialized(layer: Callable[..., Any], name: str, *, looped: bool) -> Callable[..., Any]:
-    """`layer` under the policy of that name. looped: it is the body of a loop of one layer per turn."""
+    """`layer(activations, parameters)` under the policy of that name.
+
+    looped: it is in the body of a loop; several: with other layers.
+    """
     if name == "none":
         return layer
     policies = jax.checkpoint_policies
@@ -38,5 +41,8 @@ def rematerialized(layer: Callable[..., Any], name: str, *, looped: bool) -> Cal
             offload_dst="pinned_host",
         ),
     }[name]
-    # In a loop body nothing can be merged with the recomputation, so no barriers are needed there.
-    return partial(jax.checkpoint, policy=policy, prevent_cse=not looped)(layer)
+    # In a loop's body nothing can be merged with the recomputation. But the layers of one body could all be computed
+    # again at once: a barrier makes each wait for the gradient that comes back to it. It leaves out the parameters,
+    # which it would copy.
+    barriers = not looped
+    return partial(jax.checkpoint, policy=policy, prevent_cse=barriers)(layer)

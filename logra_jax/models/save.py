@@ -15,7 +15,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from logra_jax.errors import UserError
-from logra_jax.mesh import fetch as fetch_whole
+from logra_jax.mesh import fetch, fetch_parts
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.decoder import CausalLM, Params, check_dtype
 from logra_jax.models.hf import INDEX, SINGLE, hf_shapes, open_shards, read_json
@@ -157,10 +157,17 @@ def _layout(
 def _reader(
     model: CausalLM, flat: Mapping[str, jax.Array], layout: Layout, residual: Mapping[str, Any]
 ) -> Callable[[str], np.ndarray]:
-    """A function that fetches one tensor from the devices, in file orientation and dtype."""
+    """A function that fetches one tensor from the devices, in file orientation and dtype.
+
+    The host holds the tensor, and what one device has of it: of arrays of several processes, all of it.
+    """
     table = name_table(model.config)
-    codes = {name: code for tensors in layout.values() for name, (code, _) in tensors.items()}
-    place = {name: (path, layer) for path, names in model.weight_names().items() for layer, name in enumerate(names)}
+    tensors = {name: entry for file in layout.values() for name, entry in file.items()}
+    place = {
+        name: (path, np.asarray(at, np.int32))
+        for path, form in table.items()
+        for name, at in zip(form.names, np.ndindex(form.stack), strict=True)
+    }
 
     # What is no part of the text model comes from the file it is in.
     beside = {}
@@ -171,25 +178,31 @@ def _reader(
         name = text_name(stored) if model.config.hybrid else stored
         if name is None:
             return beside[stored].read(stored)
-        path, layer = place[name]
-
-        def fetch(leaf: Any) -> np.ndarray:
-            at = np.unravel_index(layer, table[path].stack) if table[path].stack else ()
-            return np.asarray(fetch_whole(leaf[tuple(map(int, at))]))
-
-        value, rest = fetch(flat[path]), residual.get(path)
-        if rest is not None and codes[stored] != "BF16":
-            value = value.astype(np.float32) + fetch(rest).astype(np.float32)
-        with np.errstate(over="ignore"):
-            written = value.astype(DTYPES[codes[stored]])
-        if codes[stored] == "F16" and np.isfinite(value).all() and not np.isfinite(written).all():
-            raise UserError(
-                f"{stored} has values up to {np.abs(value.astype(np.float32)).max():.4g}, too large for the "
-                f"source's float16; save with dtype='bfloat16' or 'float32'"
-            )
-        return table[path].to_file(written)
+        path, at = place[name]
+        code, shape = tensors[stored]
+        out = np.empty(shape, DTYPES[code])
+        layer = table[path].from_file(out)  # a view
+        rest = residual.get(path)
+        added = None if rest is None or code == "BF16" else fetch(_cut(rest, at))
+        for part, value in fetch_parts(_cut(flat[path], at)):
+            if added is not None:
+                value = value.astype(np.float32) + added[part].astype(np.float32)
+            with np.errstate(over="ignore"):
+                layer[part] = value
+            if code == "F16" and np.isfinite(value).all() and not np.isfinite(layer[part]).all():
+                raise UserError(
+                    f"{stored} has values up to {np.abs(value.astype(np.float32)).max():.4g}, too large for the "
+                    f"source's float16; save with dtype='bfloat16' or 'float32'"
+                )
+        return out
 
     return read
+
+
+@jax.jit
+def _cut(leaf: jax.Array, at: jax.Array) -> jax.Array:
+    """One layer of a stack, or a leaf that is none; the index is traced, so all layers share a program."""
+    return leaf[tuple(at)]
 
 
 def _config_json(model: CausalLM, layout: Layout, dtype: str | None) -> bytes:

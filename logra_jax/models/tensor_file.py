@@ -127,4 +127,5 @@ def write_tensor_file(
             array = np.ascontiguousarray(value(name), dtype=DTYPES[code])
             if array.shape != shape:
                 raise UserError(f"tensor {name!r} has shape {list(array.shape)}, expected {list(shape)}")
-            file.write(array.tobytes())
+            file.write(array.reshape(-1).view(np.uint8).data)
+            del array  # not to be held beside the next

@@ -1,6 +1,7 @@
 """Loading a folder: every way in which one can be wrong is refused by name, and nothing is made up."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -8,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from logra_jax.errors import UserError
 from logra_jax.mesh import make_mesh, shardings
 from logra_jax.models import load_hf
+from logra_jax.models.hf import _put
 
 TIED, SHARDED, LLAMA = "tiny-qwen2-tied", "tiny-qwen2-sharded", "tiny-llama"
 SECOND = "model-00002-of-00002.safetensors"
@@ -139,6 +143,21 @@ def test_leaves_are_placed_as_asked(load_checkpoint, fixtures):
     _, params = load_hf(fixtures / TIED, shardings=places)
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, params, places))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), params, load_checkpoint(TIED).params))
+
+
+def test_a_tensor_is_written_in_place():
+    """Of a stack of 4 x 64 x 32 floats on 4 devices, by the compiler's account, without a copy or communication."""
+    mesh = make_mesh(2, 2)
+    stack, file = (NamedSharding(mesh, P(*axes)) for axes in ((None, "fsdp", "tensor"), ("tensor", "fsdp")))
+    shapes = (
+        jax.ShapeDtypeStruct((4, 64, 32), "float32", sharding=stack),
+        jax.ShapeDtypeStruct((32, 64), "float32", sharding=file),
+    )
+    program = _put(True, False, stack).lower(*shapes, np.int32([2])).compile()
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * 64 * 32
+    assert memory.temp_size_in_bytes <= 64 * 32
+    assert not re.search("all-|collective", program.as_text())
 
 
 def test_theta_override_reaches_the_angles(fixtures, load_checkpoint):
