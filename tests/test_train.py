@@ -265,7 +265,9 @@ def test_answers_that_share_rows_teach_the_same(base):
         assert 0 <= shared["padding/share"] <= separate["padding/share"]
         for name in separate.keys() - {"padding/share", "tokens/s"}:
             if not name.startswith("time/"):
-                np.testing.assert_allclose(shared[name], separate[name], rtol=1e-3, atol=1e-7, err_msg=name)
+                # The mismatch is what is left of two log-probabilities of 2 to 4, each rounded to 2^-22.
+                atol = 2**-21 if name == "kl/mismatch" else 1e-7
+                np.testing.assert_allclose(shared[name], separate[name], rtol=1e-3, atol=atol, err_msg=name)
 
 
 def test_a_token_budget_beyond_all_answers_makes_no_larger_rows():
