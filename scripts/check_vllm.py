@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 import tempfile
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from logra_jax.errors import UserError
 from logra_jax.models import load_hf, save_hf
 from logra_jax.models.names import name_table
 from logra_jax.optim import LowRank, SketchSpec, apply_updates, merge
@@ -142,6 +144,12 @@ def check(client: Client, folder: Path, updates: int, rank: int) -> dict[str, An
             worst = max(worst, difference(trainer, trainer.params(), found))
     assert last is not None
     client.sync(last)  # again: nothing may change
+    refused = replace(last, base=last.version + 5, version=last.version + 6)
+    try:
+        client.sync(refused)
+        raise AssertionError("an update of another base was applied")
+    except UserError as error:
+        assert "its weights are as they were" in str(error), error
     found = answers(client, trainer, 77)
     report |= {
         "updates": updates,

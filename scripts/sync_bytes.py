@@ -1,6 +1,6 @@
 """Bytes of one policy sync, by factors and by full bfloat16 weights, as a Markdown table computed from the presets.
 
-    python scripts/sync_bytes.py [--presets qwen2.5-math-1.5b ...] [--ranks 16 64 256]
+python scripts/sync_bytes.py [--presets qwen2.5-math-1.5b ...] [--ranks 16 64 256]
 """
 
 import argparse

@@ -98,7 +98,9 @@ def decode(blob: Any) -> tuple[Update, str]:
     except (ValueError, KeyError, TypeError, AttributeError, MemoryError):
         raise UserError(f"weight update: this is no update blob, or its header is damaged; {_ADVICE}") from None
     if found != FORMAT:
-        raise UserError(f"weight update: the blob has format {found!r}, this version reads {FORMAT}; use equal versions")
+        raise UserError(
+            f"weight update: the blob has format {found!r}, this version reads {FORMAT}; use equal versions"
+        )
     hashed = hashlib.sha256(view[:8])
     hashed.update(header.replace(str(digest).encode(), _NO_DIGEST.encode(), 1))
     hashed.update(view[start:])

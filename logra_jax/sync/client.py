@@ -100,7 +100,9 @@ class Client:
         """The answers of all ranks, in order; not all need be `ok`."""
         found = self.call("/collective_rpc", {"method": method, "kwargs": arguments})["results"]
         if not found or not all(isinstance(r, dict) and r.get("rank") == i for i, r in enumerate(found)):
-            raise UserError(f"{self.url}: the ranks' answers to {method} are out of step; restart it. {str(found)[:500]}")
+            raise UserError(
+                f"{self.url}: the ranks' answers to {method} are out of step; restart it. {str(found)[:500]}"
+            )
         return found
 
     def plan(
@@ -149,7 +151,9 @@ class Client:
                 self.call("/resume")
                 self._all_ok(found, f"refused the update to {update.version}; its weights are as they were")
             self._all_ok(found, f"failed in the update to {update.version} and stays paused; reload all weights")
-            raise UserError(f"{self.url}: not every rank has the update to {update.version}; reload all weights: {found}")
+            raise UserError(
+                f"{self.url}: not every rank has the update to {update.version}; reload all weights: {found}"
+            )
         self._publish(update.version)
         return Synced(len(blob), time.perf_counter() - start, after - before)
 

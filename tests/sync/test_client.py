@@ -29,9 +29,7 @@ class Stand:
         self.answers: dict = {"/reset_prefix_cache": {"success": True}}
         same = {"ok": True, "broken": ""}
         self.ranks: dict = {
-            "logra_plan": [
-                same | {"rank": i, "parts": {"a.weight": [[[2 * i, 2 * i + 2], [0, 6]]]}} for i in range(2)
-            ],
+            "logra_plan": [same | {"rank": i, "parts": {"a.weight": [[[2 * i, 2 * i + 2], [0, 6]]]}} for i in range(2)],
             "logra_apply": [same | {"rank": i, "version": 1, "sha256": DIGEST} for i in range(2)],
             "logra_reload": [same | {"rank": i} for i in range(2)],
             "logra_status": [same | {"rank": i, "version": 1} for i in range(2)],
