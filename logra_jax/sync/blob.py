@@ -25,8 +25,11 @@ from logra_jax.errors import UserError
 
 FORMAT = 1
 # numpy has no bfloat16; its bits are the upper half of a float32's.
-_CODES = {"float32": ("F32", np.dtype("<f4")), "bfloat16": ("BF16", np.dtype("<u2"))}
-_DTYPES = dict(_CODES.values())
+_CODES: dict[str, tuple[str, np.dtype[Any]]] = {
+    "float32": ("F32", np.dtype("<f4")),
+    "bfloat16": ("BF16", np.dtype("<u2")),
+}
+_DTYPES: dict[str, Any] = dict(_CODES.values())
 _NO_DIGEST = "0" * 64
 _ADVICE = "send it again, or all weights"
 
@@ -61,7 +64,7 @@ def encode(update: Update, distribution: str = "rademacher") -> bytes:
         not random signs, which alone are the same to the bit in other libraries.
     """
     _check(update, distribution)
-    meta = {"format": FORMAT, "base": update.base, "version": update.version, "seed": update.seed}
+    meta: dict[str, Any] = {"format": FORMAT, "base": update.base, "version": update.version, "seed": update.seed}
     meta |= {"drawn": update.drawn, "decay": float(np.float32(update.decay)), "dense": list(update.dense)}
     arrays = {name: np.ascontiguousarray(array) for name, array in (*update.factors.items(), *update.dense.items())}
     # Large items first, so that every tensor is aligned to its own.

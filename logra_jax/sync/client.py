@@ -83,9 +83,8 @@ class Client:
             reason = error.read().decode(errors="replace")[:1000]
             raise UserError(f"{self.url}{path}: the server answered {error.code}: {reason}") from None
         except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            limit = timeout or self.timeout
-            raise Unreachable(f"{self.url}{path}: no answer ({reason!r}; limit {limit:g} s); is it running?") from None
+            cause, limit = getattr(error, "reason", None) or error, timeout or self.timeout
+            raise Unreachable(f"{self.url}{path}: no answer ({cause!r}; limit {limit:g} s); is it running?") from None
         return json.loads(text) if text[:1] in ("{", "[") else text
 
     def healthy(self, timeout: float = 5.0) -> bool:
@@ -230,7 +229,13 @@ class Client:
         Raises:
           Unreachable, UserError: see `call`; or the answer was aborted.
         """
-        sampling = {"n": n, "seed": seed, "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+        sampling: dict[str, Any] = {
+            "n": n,
+            "seed": seed,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+        }
         sampling |= {"top_k": top_k, "stop_token_ids": list(end_ids), "logprobs": 0, "detokenize": False}
         body = {"model": self.model, "token_ids": [int(i) for i in prompt], "sampling_params": sampling}
         found = self.call("/inference/v1/generate", body)

@@ -104,5 +104,5 @@ def test_gaussian_projections_cannot_be_drawn_again() -> None:
 
 
 def test_a_missing_file_is_named(tmp_path) -> None:
-    with pytest.raises(UserError, match="gone.safetensors"):
+    with pytest.raises(UserError, match=r"gone\.safetensors"):
         blobs.read(tmp_path / "gone.safetensors")

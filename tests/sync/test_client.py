@@ -87,7 +87,7 @@ def test_a_plan_must_cover_every_element(stand) -> None:
     with pytest.raises(UserError, match=r"a.weight \[4, 6\]: all ranks together hold 12 of 24"):
         stand.client.plan(SHAPES)
     stand.ranks["logra_plan"][1] |= {"ok": False, "error": "packed"}
-    with pytest.raises(UserError, match="rank 1 cannot be synced by factors.*packed"):
+    with pytest.raises(UserError, match=r"rank 1 cannot be synced by factors.*packed"):
         stand.client.plan(SHAPES)
 
 
@@ -134,7 +134,7 @@ def test_a_server_whose_ranks_disagree_stays_paused(stand, answer: dict) -> None
 
 def test_one_rank_that_refuses_is_no_clean_refusal(stand) -> None:
     stand.ranks["logra_apply"][1] |= {"ok": False, "error": "file not found", "version": 0, "sha256": ""}
-    with pytest.raises(UserError, match="rank 1 failed.*stays paused.*file not found"):
+    with pytest.raises(UserError, match=r"rank 1 failed.*stays paused.*file not found"):
         stand.client.sync(UPDATE)
     assert "/resume" not in stand.calls
 

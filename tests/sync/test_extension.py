@@ -44,7 +44,8 @@ def worker(extension):
         rank = 1
 
         def __init__(self) -> None:
-            self.model_runner = SimpleNamespace(get_model=lambda model=Served(): model)
+            model = Served()
+            self.model_runner = SimpleNamespace(get_model=lambda: model)
 
         def reload_weights(self, weights_path) -> None:
             if weights_path != "good":

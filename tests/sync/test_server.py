@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from logra_jax.errors import UserError
 from logra_jax.sync.server import EXTENSION, Server, command
 
 STAND_IN = f"""#!{sys.executable}
-import http.server, importlib, os, sys
+import http.server, os, sys
 print(*sys.argv[1:], flush=True)
 print(os.environ["VLLM_SERVER_DEV_MODE"], os.environ["MINE"], os.environ.get("JAX_PLATFORMS"), flush=True)
 shown = os.environ["PYTHONPATH"]
@@ -82,7 +83,7 @@ def test_bad_paths_are_named(start, tmp_path) -> None:
 
 def test_what_the_client_relies_on_is_asked_for() -> None:
     line = command("python", "folder", 8000, tensor_parallel=2, max_length=512)
-    pairs = dict(zip(line, line[1:], strict=False))
+    pairs = dict(pairwise(line))
     assert pairs["--logprobs-mode"] == "processed_logprobs"
     assert pairs["--generation-config"] == "vllm"
     assert pairs["--worker-extension-cls"] == EXTENSION

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(
         not PYTHON,
-        reason="LOGRA_VLLM_PYTHON names no interpreter of an environment with vLLM (bash scripts/install_vllm_cpu.sh DIR)",
+        reason="LOGRA_VLLM_PYTHON names no interpreter with vLLM; bash scripts/install_vllm_cpu.sh DIR makes one",
     ),
 ]
 

@@ -110,7 +110,7 @@ def test_planning_changes_nothing_and_finds_every_element() -> None:
         assert uncovered(shape, [part for found in parts for part in found[name]]) == ""
     assert parts[1]["model.q_proj.weight"] == [((4, 8), (0, 40))]
     assert parts[1]["model.down_proj.weight"] == [((0, 6), (20, 40))]
-    only = [part for part in parts[0]["model.down_proj.weight"]]
+    only = parts[0]["model.down_proj.weight"]
     assert "hold 120 of 240 elements" in uncovered((6, K), only)
     assert "overlap" in uncovered((6, K), [*only, ((0, 6), (19, 40))])
 
@@ -178,7 +178,7 @@ def test_replaced_parameters_are_noticed() -> None:
     model = Served(0, start())
     weights = Weights(model, SHAPES)
     model.down = torch.nn.Parameter(model.down.data.clone(), requires_grad=False)
-    with pytest.raises(UserError, match="down_proj.weight: its parameter was replaced"):
+    with pytest.raises(UserError, match=r"down_proj\.weight: its parameter was replaced"):
         weights.apply(*sent(update()))
 
 
