@@ -63,7 +63,17 @@ def encode(update: Update, distribution: str = "rademacher") -> bytes:
       UserError: a value is out of range or an array has an unfit shape or dtype, named; or the projections are
         not random signs, which alone are the same to the bit in other libraries.
     """
-    _check(update, distribution)
+    if distribution != "rademacher":
+        raise UserError(
+            f"weight update: projections of distribution {distribution!r} cannot be drawn again without jax; "
+            "use 'rademacher'"
+        )
+    _check(update)
+    for name, array in (*update.factors.items(), *update.dense.items()):
+        if not np.isfinite(array.astype(np.float32)).all():
+            raise UserError(
+                f"weight update {update.base} -> {update.version}: {name} holds numbers that are not finite"
+            )
     meta: dict[str, Any] = {"format": FORMAT, "base": update.base, "version": update.version, "seed": update.seed}
     meta |= {"drawn": update.drawn, "decay": float(np.float32(update.decay)), "dense": list(update.dense)}
     arrays = {name: np.ascontiguousarray(array) for name, array in (*update.factors.items(), *update.dense.items())}
@@ -173,14 +183,12 @@ class _Stored(Mapping[str, np.ndarray]):
         return len(self._entries)
 
 
-def _check(update: Update, distribution: str = "rademacher") -> None:
-    """Everything that can be said without the weights."""
+def _check(update: Update) -> None:
+    """What can be said without the weights, and without reading all numbers."""
 
     def refuse(text: str) -> None:
         raise UserError(f"weight update {update.base} -> {update.version}: {text}")
 
-    if distribution != "rademacher":
-        refuse(f"projections of distribution {distribution!r} cannot be drawn again without jax; use 'rademacher'")
     if not 0 <= update.base < update.version:
         refuse("versions are numbers from 0 on, and grow")
     for key, value in (("seed", update.seed), ("drawn", update.drawn)):
@@ -196,5 +204,3 @@ def _check(update: Update, distribution: str = "rademacher") -> None:
                 refuse(f"the {kind} of {name} is {array.dtype.name}; use {' or '.join(_CODES)}")
             if kind == "factor" and (array.ndim != 2 or 0 in array.shape):
                 refuse(f"the factor of {name} has shape {array.shape}; it is [r, d]")
-            if not np.isfinite(array.astype(np.float32)).all():
-                refuse(f"the {kind} of {name} holds numbers that are not finite")

@@ -31,7 +31,7 @@ def factors_by_name(table: Table, factors: Mapping[str, Any]) -> dict[str, np.nd
 
 def dense_by_name(table: Table, leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Tensors as the file has them, by name, of whole leaves by path."""
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
         form, value = table[path], np.asarray(leaf)
         stack = value.reshape(-1, *value.shape[len(form.stack) :])

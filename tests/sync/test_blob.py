@@ -89,7 +89,7 @@ def test_another_format_is_named() -> None:
         ({"factors": {"a": np.zeros((2, 2), np.float64)}}, "factor of a is float64"),
         ({"factors": {"a": np.zeros(2, np.float32)}}, r"shape \(2,\)"),
         ({"factors": {"a": np.full((2, 2), np.inf, np.float32)}}, "not finite"),
-        ({"dense": {"a": np.full(2, np.nan, np.float32)}}, "dense value of a"),
+        ({"dense": {"a": np.full(2, np.nan, np.float32)}}, "a holds numbers that are not finite"),
         ({"factors": {"a": np.ones((1, 1), np.float32)}, "dense": {"a": np.ones(1, np.float32)}}, "both"),
     ],
 )
