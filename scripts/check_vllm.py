@@ -1,11 +1,12 @@
 """Updates go to a real vLLM server as factors and seeds; its log-probabilities are held against JAX's own weights.
 
-    python scripts/check_vllm.py --python VLLM_ENVIRONMENT/bin/python --model tests/fixtures/tiny-qwen3
+    python scripts/check_vllm.py --python DIR/bin/python --model FOLDER
         [--updates 20] [--tensor-parallel 1] [--rank 8] [--dtype float32] [--log FILE]
 
-Factors are random, of a size that moves the policy visibly, with weight decay and one dense leaf; every update is
-applied by `logra_jax.apply_updates` here and sent there. Answers of 4 prompts, at temperature 0.7, are scored with
-the JAX weights after a few of the updates, and once more after a reload of all weights from a folder.
+Factors are random, of a size that moves the policy visibly, with weight decay; so are updates of the last norm and of
+biases, which travel whole. Every update is applied by `logra_jax.apply_updates` here and sent there. Answers of 4
+prompts, at temperature 0.7, are scored with the JAX weights after every fifth update, and once more after a reload of
+all weights from a folder and one update on top of it.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from logra_jax.sync.naming import dense_by_name, factors_by_name, file_shapes
 from logra_jax.sync.server import Server
 
 TEMPERATURE, DECAY, SIZE = 0.7, 1e-4, 0.004
-DENSE = "norm/scale"
+DENSE = "(^norm/scale|proj/bias)$"
 LONGEST, ANSWER = 150, 12  # tokens; longer than a block of vLLM's cache, which must not outlive the weights
 
 
@@ -47,7 +48,7 @@ class Trainer:
         self.model, params = load_hf(folder, "float32")
         self.table = name_table(self.model.config)
         self.spec = SketchSpec(rank=rank, seed=2**32 - 5, names={path: form.names for path, form in self.table.items()})
-        self.train, self.frozen = self.spec.split(params, dense=[f"^{DENSE}$"])
+        self.train, self.frozen = self.spec.split(params, dense=[DENSE])
         self.matrices = self.spec.matrices(self.train)
         limit, ids = self.model.config.max_position_embeddings, self.model.config.vocab_size
         lengths = (4, 40, min(LONGEST, limit - ANSWER), 1)
@@ -77,7 +78,7 @@ class Trainer:
         nodes = jax.tree.leaves_with_path(updates, is_leaf=lambda node: isinstance(node, LowRank))
         path_of = partial(jax.tree_util.keystr, simple=True, separator="/")
         factors = {path_of(p): n.factor.astype(jnp.bfloat16) for p, n in nodes if isinstance(n, LowRank)}
-        dense = {path: leaf for path, leaf in leaves_with_paths(self.train) if path == DENSE}
+        dense = {path: leaf for path, leaf in leaves_with_paths(self.train) if path not in self.matrices}
         self.version += 1
         return Update(
             base=self.version - 1,

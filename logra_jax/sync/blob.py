@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import numpy as np
 from logra_jax.errors import UserError
 
 FORMAT = 1
-# numpy has no bfloat16; its bits are the upper half of a float32's.
 _CODES: dict[str, tuple[str, np.dtype[Any]]] = {
     "float32": ("F32", np.dtype("<f4")),
     "bfloat16": ("BF16", np.dtype("<u2")),
@@ -44,7 +43,7 @@ class Update:
       factors: D by weight name, float32 or bfloat16 `[r, d]`, downhill and scaled: the numbers the trainer applied.
       dense: new values of other tensors, in the file's layout, float32 or bfloat16.
 
-    Read from a blob, bfloat16 arrays come as float32, made when they are asked for.
+    Read from a blob, bfloat16 arrays are uint16: numpy has no such numbers, only their bits.
     """
 
     base: int
@@ -119,15 +118,15 @@ def decode(blob: Any) -> tuple[Update, str]:
     hashed.update(view[start:])
     if hashed.hexdigest() != digest:
         raise UserError(f"weight update: sha256 is {hashed.hexdigest()}, the blob says {digest}: damaged; {_ADVICE}")
-    dense = set(meta["dense"])
-    stored = _Stored(view[start:], entries)
-    update = Update(
-        **{key: meta[key] for key in ("base", "version", "seed", "drawn", "decay")},
-        factors=stored.only(entries.keys() - dense),
-        dense=stored.only(dense),
-    )
-    _check(update)
-    return update, digest
+    # What follows needs no checks: the digest is that of a header which `encode` wrote.
+    factors: dict[str, np.ndarray] = {}
+    dense: dict[str, np.ndarray] = {}
+    for name, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        values = np.frombuffer(view[start + begin : start + end], _DTYPES[entry["dtype"]])
+        (dense if name in meta["dense"] else factors)[name] = values.reshape(entry["shape"])
+    numbers = {key: meta[key] for key in ("base", "version", "seed", "drawn", "decay")}
+    return Update(**numbers, factors=factors, dense=dense), digest
 
 
 def digest(blob: bytes) -> str:
@@ -156,31 +155,6 @@ def read(path: str | Path) -> tuple[Update, str]:
     except (OSError, ValueError) as error:
         raise UserError(f"weight update: {path} cannot be read here ({error}); is the folder shared?") from None
     return decode(raw)
-
-
-class _Stored(Mapping[str, np.ndarray]):
-    """Tensors of a blob by name, bfloat16 ones widened to float32 when they are asked for."""
-
-    def __init__(self, values: memoryview, entries: Mapping[str, Any]) -> None:
-        self._values, self._entries = values, entries
-
-    def only(self, names: Any) -> _Stored:
-        """Those of these names, in the blob's order."""
-        return _Stored(self._values, {name: entry for name, entry in self._entries.items() if name in names})
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        entry = self._entries[name]
-        begin, end = entry["data_offsets"]
-        array = np.frombuffer(self._values[begin:end], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        if entry["dtype"] == "BF16":
-            return (array.astype(np.uint32) << 16).view(np.float32)
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 def _check(update: Update) -> None:

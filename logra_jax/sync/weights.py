@@ -138,7 +138,7 @@ class Weights:
                 for name, value in update.dense.items():
                     for block in self.blocks[name]:
                         part = value[tuple(slice(*ends) for ends in block.part)]
-                        block.view.copy_(torch.tensor(part))
+                        block.view.copy_(_tensor(part))
                         if block.residual is not None:
                             block.residual.zero_()
         except BaseException as error:
@@ -152,7 +152,7 @@ class Weights:
         r, k = factor.shape[0], self._shapes[name][1]
         drawn = twin.signs(update.seed, update.drawn, name, r, k, columns, torch, view.device)
         # Products of a bfloat16 factor with signs are exact, in TF32 too.
-        d = torch.tensor(factor[:, slice(*rows)], device=view.device)
+        d = _tensor(factor[:, slice(*rows)]).to(view.device).float()
         value = view.float()  # the view itself where it is float32
         if block.residual is not None:
             value += block.residual
@@ -161,6 +161,13 @@ class Weights:
             view.copy_(value)
         if block.residual is not None:
             block.residual.copy_(value - view.float())
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """A copy of an array of `blob.decode`; uint16 ones hold the bits of bfloat16."""
+    if array.dtype.name == "uint16":
+        return torch.tensor(array.view("int16")).view(torch.bfloat16)
+    return torch.tensor(array)
 
 
 class _Copies(TorchDispatchMode):

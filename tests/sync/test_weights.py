@@ -167,7 +167,7 @@ def test_after_a_failure_half_way_the_weights_are_of_no_version() -> None:
     change, digest = sent(update())
     cut = Update(**{**vars(change), "dense": {"model.norm.weight": "neither array nor number"}})
     weights.check = lambda update: None
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, AttributeError)):
         weights.apply(cut, digest)
     del weights.check
     with pytest.raises(UserError, match="of no version"):
