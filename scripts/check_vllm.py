@@ -25,8 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from logra_jax import cli
 from logra_jax.errors import UserError
 from logra_jax.models import load_hf, save_hf
+from logra_jax.models.hf import read_json
 from logra_jax.models.names import name_table
 from logra_jax.optim import LowRank, SketchSpec, apply_updates, merge
 from logra_jax.optim.projection import weight_keys
@@ -169,7 +171,7 @@ def check(client: Client, folder: Path, updates: int, rank: int) -> dict[str, An
     return report
 
 
-def main() -> None:
+def main() -> int:
     """Start a server, check it, print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="interpreter of an environment with vLLM")
@@ -180,7 +182,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="the server's")
     parser.add_argument("--log", type=Path, default=Path("vllm.log"))
     arguments = parser.parse_args()
-    positions = json.loads((arguments.model / "config.json").read_text())["max_position_embeddings"]
+    positions = read_json(arguments.model, "config.json")["max_position_embeddings"]
     options = {"tensor_parallel": arguments.tensor_parallel, "dtype": arguments.dtype}
     options |= {"max_length": min(512, positions)}
     options |= {"max_sequences": 16, "more": ["--enforce-eager"]}
@@ -191,7 +193,8 @@ def main() -> None:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = threads
     with Server(arguments.python, arguments.model, arguments.log, options=options, variables=variables) as server:
         print(json.dumps(check(server.client, arguments.model, arguments.updates, arguments.rank)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

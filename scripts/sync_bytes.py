@@ -8,6 +8,7 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from logra_jax import cli
 from logra_jax.models import CausalLM
 from logra_jax.models.names import name_table
 from logra_jax.models.presets import PRESETS, check_preset
@@ -36,7 +37,7 @@ def rows(preset: str, ranks: list[int]) -> list[tuple[str, ...]]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=["qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen3.8-27b"])
@@ -46,7 +47,8 @@ def main() -> None:
         check_preset(preset)
     lines = [HEADER, ("---",) * len(HEADER), *(row for p in arguments.presets for row in rows(p, arguments.ranks))]
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)
