@@ -223,6 +223,7 @@ class Client:
 
         Args:
           max_tokens: at most so many tokens each.
+          n: no more than the sequences that the server takes at a time.
           seed: answer number i is drawn as the only one of seed + i would be.
           end_ids: ids that end an answer, beside those of the model's own configuration.
 

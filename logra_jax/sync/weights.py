@@ -54,7 +54,7 @@ class Weights:
       prefix: what the model's own file has for "model." at the start of a name.
 
     Raises:
-      UserError: the loader does more than copy one of these tensors, or its weights were repacked.
+      UserError: the loader does more than copy one of these tensors, or they were repacked or quantized.
     """
 
     def __init__(
@@ -95,6 +95,8 @@ class Weights:
         owner = [n for n, p in self.model.named_parameters() if _holds(p, view)]
         if not owner:
             raise UserError(f"{name}: its loader does not write to a parameter; this weight cannot be synced in place")
+        if view.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"{name}: it is served as {view.dtype}; quantized weights cannot be synced in place")
         at, part = source.storage_offset(), []
         for size, stride in zip(source.shape, source.stride(), strict=True):
             part.append((at // stride, at // stride + size))
@@ -127,7 +129,7 @@ class Weights:
         Raises:
           UserError: see `check`.
         """
-        if update.version == self.version and digest == self.digest:
+        if not self.broken and (update.version, digest) == (self.version, self.digest):
             return False
         self.check(update)
         try:
@@ -141,6 +143,8 @@ class Weights:
                         block.view.copy_(_tensor(part))
                         if block.residual is not None:
                             block.residual.zero_()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # or what fails there would fail a later request
         except BaseException as error:
             self.broken = repr(error)
             raise

@@ -187,6 +187,12 @@ def test_a_loader_that_computes_is_refused() -> None:
         Weights(Served(0, start()), {"model.scaled.weight": (6, K)})
 
 
+def test_quantized_weights_are_refused() -> None:
+    model = Served(0, start(), torch.float8_e4m3fn)
+    with pytest.raises(UserError, match=r"served as torch\.float8_e4m3fn; quantized"):
+        Weights(model, SHAPES)
+
+
 def test_names_of_the_served_file_may_have_another_start() -> None:
     class Multimodal(Served):
         def load_weights(self, weights) -> None:
