@@ -120,7 +120,11 @@ def quiet_libraries() -> None:
 
 
 def use_memory(fraction: float | None) -> None:
-    """Let JAX take that share of each GPU, nearly all by default; to be called before it touches a device."""
+    """Let JAX take that share of each GPU, nearly all by default; to be called before it touches a device.
+
+    It cannot follow from what the run will need: JAX reads the share when it first touches a device, and compiles
+    nothing before. `logra_jax.plan` says when a run needs a larger one.
+    """
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # the second is what it was called before
     if fraction is None and any(name in os.environ for name in names):
         return

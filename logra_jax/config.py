@@ -16,41 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from logra_jax.errors import UserError
-from logra_jax.rules import check, check_lengths
-from logra_jax.settings import Config, lies_within
+from logra_jax.rules import check, check_lengths, conditions, idle, reset
+from logra_jax.settings import SETTINGS, Config, Setting, key_of, lies_within
 
 PACKAGED = Path(__file__).parent / "demo"
 PACKAGED_PREFIX = "demo:"
+COMMAND_LINE = "command line"  # the place of a setting that was given there
 
 __all__ = ["Config", "check_lengths", "check_paths", "format_help", "load_config", "resolve_path", "to_yaml"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One leaf of the configuration: full key, type, default, help and allowed interval."""
-
-    key: str
-    type: Any
-    default: Any
-    help: str
-    within: str | None
-
-
-def _key(field: dataclasses.Field[Any]) -> str:
-    return field.name.rstrip("_")  # `async` is a keyword of Python, so its attribute is `async_`
-
-
-def _settings(section: type, prefix: str = "") -> Iterator[Setting]:
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _settings(cast(type, hints[field.name]), f"{_key(field)}.")
-        else:
-            meta = field.metadata
-            yield Setting(prefix + _key(field), hints[field.name], field.default, meta["help"], meta["within"])
-
-
-SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _settings(Config)}
 SECTIONS = frozenset(key.split(".")[0] for key in SETTINGS if "." in key)
 
 
@@ -59,19 +34,27 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
     On the command line the value of a text setting is taken literally, without quotes; everything else is
     read as YAML (`null`, `true`, `1e-6`, `[a,b]`). `${key}` refers to another key set in the file or
-    on the command line. Raises UserError.
+    on the command line. Where the command line makes another choice than the file (`kl.control=false`,
+    `optimizer.name=adamw`), the file's settings for its own choice go back to their defaults; in any other
+    place, a setting that does nothing is an error. Raises UserError.
     """
     file = PACKAGED / "demo.yaml" if path is None else Path(path)
     merged, places = _read_file(file)
     for item in overrides:
         key, value = _read_override(item)
         OmegaConf.update(merged, key, value, force_add=True)
-        places[key] = "command line"
+        places[key] = COMMAND_LINE
     try:
         values = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(f"{file}: cannot be resolved: {str(error).splitlines()[0]}") from None
     config = _build(Config, cast(dict[str, Any], values), "", places)
+
+    def replaced(setting: Setting) -> bool:
+        chosen = {places.get(key) for key, *_ in conditions(setting.only)}
+        return COMMAND_LINE in chosen and places[setting.key] != COMMAND_LINE
+
+    config = reset(config, filter(replaced, idle(config)))
     check(config)
     return config
 
@@ -151,7 +134,7 @@ def _build(section: type, values: Mapping[str, Any], prefix: str, places: Mappin
     hints = typing.get_type_hints(section)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(section):
-        name, hint = _key(field), hints[field.name]
+        name, hint = key_of(field), hints[field.name]
         if name not in values:
             continue
         if dataclasses.is_dataclass(hint):
@@ -272,9 +255,9 @@ def as_dict(config: Any) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            found[_key(field)] = as_dict(value)
+            found[key_of(field)] = as_dict(value)
         else:
-            found[_key(field)] = list(value) if isinstance(value, tuple) else value
+            found[key_of(field)] = list(value) if isinstance(value, tuple) else value
     return found
 
 
@@ -295,7 +278,7 @@ def format_help() -> str:
     """Every key with its default and meaning, section by section."""
     lines = []
     section = None
-    docs = {_key(f): typing.get_type_hints(Config)[f.name].__doc__ for f in dataclasses.fields(Config)}
+    docs = {key_of(f): typing.get_type_hints(Config)[f.name].__doc__ for f in dataclasses.fields(Config)}
     for setting in SETTINGS.values():
         head = setting.key.split(".")[0] if "." in setting.key else None
         if head != section:
@@ -307,6 +290,8 @@ def format_help() -> str:
             notes.append(_type_text(kinds))
         if setting.within and ("inf" not in setting.within or setting.within[0] == "("):
             notes.append(f"in {setting.within}")
+        if setting.only:
+            notes.append(f"only with {setting.only}")
         default = yaml.safe_dump(setting.default, default_flow_style=True).removesuffix("\n...\n").strip()
         notes.append(f"default {default}")
         lines.append(f"  {setting.key:<32}{setting.help} ({'; '.join(notes)})")

@@ -23,6 +23,7 @@ from logra_jax.models import CausalLM, ModelConfig
 from logra_jax.rl.batch import Batch
 from logra_jax.rl.policy import Policy
 from logra_jax.rl.refill import refill_group
+from logra_jax.rules import idle, reset
 
 Tree = Any
 
@@ -234,17 +235,18 @@ def with_optimizer(config: Config, name: str) -> Config:
     """
     if config.optimizer.name == name:
         return config
-    change = functools.partial(dataclasses.replace, config.optimizer, name=name, b1=None, lora_alpha=None)
+    change = functools.partial(dataclasses.replace, config.optimizer, name=name, b1=None)
     if name == "logra":
         dense_rate = config.optimizer.learning_rate if config.optimizer.others == "adamw" else None
-        return dataclasses.replace(
-            config, optimizer=change(update_ratio=6e-5, learning_rate=None, others_learning_rate=dense_rate)
-        )
-    optimizer, model = change(update_ratio=None, learning_rate=1e-6, others_learning_rate=None), config.model
+        optimizer = change(update_ratio=6e-5, learning_rate=None, others_learning_rate=dense_rate)
+        changed = dataclasses.replace(config, optimizer=optimizer)
+        return reset(changed, idle(changed))
+    optimizer, model = change(learning_rate=1e-6, others_learning_rate=None), config.model
     if model.remat == "projected":
         model = dataclasses.replace(model, remat="full")
     if name == "lora":
         optimizer = dataclasses.replace(optimizer, others="frozen")
-        model = dataclasses.replace(model, param_dtype="float32", rounding=None)
+        model = dataclasses.replace(model, param_dtype="float32")
     kl = dataclasses.replace(config.kl, control=False, check_every=0)
-    return dataclasses.replace(config, optimizer=optimizer, model=model, kl=kl)
+    changed = dataclasses.replace(config, optimizer=optimizer, model=model, kl=kl)
+    return reset(changed, idle(changed))

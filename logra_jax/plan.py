@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -123,8 +124,8 @@ NO_COMPILER = (
 )
 
 NO_CUDNN = (
-    "note: planned with attention in blocks, which takes a little more memory than cuDNN's: {reason}. With the library "
-    "installed (pip install nvidia-cudnn-cu13) cuDNN's is planned"
+    "note: planned with attention in blocks, which takes a little more memory than cuDNN's: {reason}. If that is for "
+    "want of cuDNN's library: pip install nvidia-cudnn-cu13"
 )
 
 
@@ -248,9 +249,11 @@ def table(plans: dict[str, Plan]) -> str:
 
 def verdict(name: str, plan: Plan, config: Config, count: int) -> str:
     """Whether it fits; if not, what is largest and what to change."""
-    if plan.fits:
-        return f"{name}: fits, {plan.left:.2f} GiB left"
     found = plan.footprint
+    if plan.fits:
+        share, given = found.peak / GIB / plan.card, config.mesh.memory_fraction or cli.MEMORY_FRACTION
+        more = f", if mesh.memory_fraction={math.ceil(100 * share) / 100} instead of {given}" if share > given else ""
+        return f"{name}: fits, {plan.left:.2f} GiB left{more}"
     parts = {
         "weights": found.weights,
         "optimizer state": found.optimizer,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from logra_jax.errors import UserError
 from logra_jax.models.presets import check_preset
-from logra_jax.settings import Config, Reward
+from logra_jax.settings import SETTINGS, Config, Reward, Setting
 
 
 def check(config: Config) -> None:
     """Rules between settings (those of a single setting are checked when it is read). Raises UserError."""
+    _check_idle(config)
     rollout, loss, kl = config.rollout, config.loss, config.kl
     if config.model.preset is not None:
         check_preset(config.model.preset)
@@ -39,11 +43,6 @@ def check(config: Config) -> None:
                 f"kl.{key}={count} is more than the {rollout.rows} answers of an update "
                 f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
             )
-    if config.model.rounding is not None and config.model.param_dtype != "bfloat16":
-        raise UserError(
-            f"model.rounding={config.model.rounding} has no effect with model.param_dtype="
-            f"{config.model.param_dtype}: leave it out, or set model.param_dtype=bfloat16"
-        )
     if config.model.remat == "projected" and config.optimizer.name != "logra":
         raise UserError(
             f"model.remat=projected keeps what sketches need, and optimizer.name={config.optimizer.name} takes none: "
@@ -61,14 +60,55 @@ def check(config: Config) -> None:
         )
     _check_batches(config)
     _check_optimizer(config)
-    if config.eval.samples > 1 and config.eval.temperature == 0:
-        raise UserError(
-            f"eval.samples={config.eval.samples} with eval.temperature=0 gives the same answer every time: "
-            "use one sample, or a temperature above 0"
-        )
     if "{prompt}" not in config.data.prompt_format:
         raise UserError(f"data.prompt_format={config.data.prompt_format!r} must contain {{prompt}}")
     _check_reward(config.reward)
+
+
+def conditions(only: str) -> list[tuple[str, str, str]]:
+    """The parts of a setting's `only` as (key, "=" or "!=", values), without how they are joined."""
+    return re.findall(r"([\w.]+)(!?=)(\S+)", only)
+
+
+def idle(config: Config) -> Iterator[Setting]:
+    """Settings that differ from their default and have no effect beside the others."""
+    for setting in SETTINGS.values():
+        if setting.only and setting.of(config) != setting.default:
+            alternatives = (part.split(" and ") for part in setting.only.split(" or "))
+            if not any(all(_holds(config, part) for part in parts) for parts in alternatives):
+                yield setting
+
+
+def reset(config: Config, settings: Iterable[Setting]) -> Config:
+    """The configuration with these settings, all in sections, at their defaults."""
+    for setting in settings:
+        section, name = setting.key.split(".")
+        part = replace(getattr(config, section), **{name: setting.default})
+        config = replace(config, **{section: part})
+    return config
+
+
+def _holds(config: Config, condition: str) -> bool:
+    ((key, sign, values),) = conditions(condition)
+    return (_text(SETTINGS[key].of(config)) in values.split(",")) == (sign == "=")
+
+
+def _text(value: Any) -> str:
+    """A value as it stands in YAML."""
+    names: dict[Any, str] = {True: "true", False: "false", None: "null"}
+    if isinstance(value, bool | None):
+        return names[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _check_idle(config: Config) -> None:
+    for setting in idle(config):
+        keys = dict.fromkeys(key for key, *_ in conditions(setting.only))
+        found = " and ".join(f"{key}={_text(SETTINGS[key].of(config))}" for key in keys)
+        raise UserError(
+            f"{setting.key}={_text(setting.of(config))} has no effect with {found}, only with {setting.only}: "
+            "leave it out"
+        )
 
 
 def _check_batches(config: Config) -> None:
@@ -104,11 +144,6 @@ def _check_token_budget(config: Config) -> None:
 def _check_optimizer(config: Config) -> None:
     optimizer = config.optimizer
     ratio, rate = optimizer.update_ratio, optimizer.learning_rate
-    if optimizer.name != "logra" and ratio is not None:
-        raise UserError(
-            f"optimizer.update_ratio={ratio} has no meaning for optimizer.name={optimizer.name}: set "
-            "optimizer.update_ratio=null and give optimizer.learning_rate"
-        )
     if optimizer.name != "logra" and rate is None:
         usual = {"adamw": "1e-6 in the paper", "galore": "a few times that of adamw", "lora": "1e-5 to 3e-4"}
         raise UserError(
@@ -116,11 +151,6 @@ def _check_optimizer(config: Config) -> None:
         )
     if optimizer.name == "lora":
         _check_lora(config)
-    elif optimizer.lora_alpha is not None:
-        raise UserError(
-            f"optimizer.lora_alpha={optimizer.lora_alpha} has no effect with optimizer.name={optimizer.name}: "
-            "leave it out"
-        )
     if ratio is None and rate is None:
         raise UserError(
             "the size of an update is not set: give optimizer.update_ratio (6e-5 in the paper) or "
@@ -134,11 +164,6 @@ def _check_optimizer(config: Config) -> None:
     own_rate = optimizer.others_learning_rate
     if optimizer.others == "adamw" and rate is None and own_rate is None:
         raise UserError("optimizer.others=adamw needs optimizer.others_learning_rate: update_ratio is for the targets")
-    if own_rate is not None and (optimizer.others == "frozen" or optimizer.name in ("adamw", "lora")):
-        raise UserError(
-            f"optimizer.others_learning_rate={own_rate} has no effect with optimizer.name={optimizer.name} "
-            f"and optimizer.others={optimizer.others}: leave it out"
-        )
     if optimizer.name == "logra" and optimizer.b1 and optimizer.refresh == 1:
         raise UserError(
             f"optimizer.b1={optimizer.b1} has no effect with optimizer.refresh=1: momentum starts anew with every "

@@ -9,13 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 
-def _f(default: Any, help: str, within: str | None = None) -> Any:
-    """A field with its one-line help and, for numbers, the interval it must lie in, such as "(0, 1]"."""
-    return dataclasses.field(default=default, metadata={"help": help, "within": within})
+def _f(default: Any, help: str, within: str | None = None, only: str = "") -> Any:
+    """A field with its one-line help, its interval, and where it has an effect.
+
+    within: for numbers, such as "(0, 1]". only: settings without which this one does nothing, such as
+    "kl.control=true or kl.check_every!=0" or "optimizer.name=logra,lora and optimizer.others!=frozen" (`and` binds
+    closer than `or`); empty: it always has an effect.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "within": within, "only": only})
+
+
+# Where the settings of an optimizer, of the KL control and of the evaluation have an effect.
+_LOGRA, _GALORE, _LORA = (f"optimizer.name={name}" for name in ("logra", "galore", "lora"))
+_CONTROL, _CHECK, _EVAL = "kl.control=true", "kl.check_every!=0", "data.eval!=null"
+_RANDOM = "eval.temperature!=0"
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class Model:
         None,
         "param_dtype=bfloat16: how updates below its resolution add up, by random rounding, or in a second "
         "bfloat16 number per weight that holds what rounding lost; null: stochastic",
+        only="model.param_dtype=bfloat16",
     )
     remat: Literal["none", "full", "projected", "offload"] = _f(
         "full",
@@ -95,9 +109,11 @@ class Reward:
     """How an answer is graded."""
 
     kind: str = _f("math", "math, exact, or module:function of your own")
-    pattern: str | None = _f(None, "exact: regex, group 1 of its last match is the answer; null: all of the text")
-    timeout_s: float = _f(5.0, "seconds until the grading of one answer is given up", "(0, inf)")
-    workers: int = _f(2, "grading processes", "[1, inf)")
+    pattern: str | None = _f(
+        None, "regex, group 1 of its last match is the answer; null: all of the text", only="reward.kind=exact"
+    )
+    timeout_s: float = _f(5.0, "seconds until the grading of one answer is given up", "(0, inf)", "reward.kind!=exact")
+    workers: int = _f(2, "grading processes", "[1, inf)", "reward.kind!=exact")
 
 
 @dataclass(frozen=True)
@@ -105,12 +121,19 @@ class Advantage:
     """What an answer's reward is compared with."""
 
     estimator: Literal["grpo", "leave_one_out", "running_baseline"] = _f("grpo", "baseline of the reward")
-    normalize_std: bool = _f(True, "grpo: divide by the group's standard deviation")
-    eps: float = _f(1e-4, "grpo: added to the standard deviation", "(0, inf)")
-    failure_reward: float | None = _f(
-        None, "running_baseline: outcome of rewards below 1 (1 otherwise); null: use the rewards as they are"
+    normalize_std: bool = _f(True, "divide by the group's standard deviation", only="advantage.estimator=grpo")
+    eps: float = _f(
+        1e-4,
+        "added to the standard deviation",
+        "(0, inf)",
+        "advantage.estimator=grpo and advantage.normalize_std=true",
     )
-    baseline_weight: float = _f(0.1, "running_baseline: weight of the newest batch", "(0, 1]")
+    failure_reward: float | None = _f(
+        None,
+        "outcome of rewards below 1 (1 otherwise); null: use the rewards as they are",
+        only="advantage.estimator=running_baseline",
+    )
+    baseline_weight: float = _f(0.1, "weight of the newest batch", "(0, 1]", "advantage.estimator=running_baseline")
 
 
 @dataclass(frozen=True)
@@ -118,8 +141,10 @@ class Loss:
     """Policy-gradient loss."""
 
     aggregation: Literal["token", "sequence"] = _f("token", "mean over all tokens, or over answers of their means")
-    clip_low: float | None = _f(None, "ratio clipped at 1 - clip_low; null: not", "[0, 1)")
-    clip_high: float | None = _f(None, "ratio clipped at 1 + clip_high; null: not", "[0, inf)")
+    clip_low: float | None = _f(None, "ratio clipped at 1 - clip_low; null: not", "[0, 1)", "loss.updates_per_batch!=1")
+    clip_high: float | None = _f(
+        None, "ratio clipped at 1 + clip_high; null: not", "[0, inf)", "loss.updates_per_batch!=1"
+    )
     importance_cap: float | None = _f(None, "largest weight trainer / sampler probability; null: off", "(0, inf)")
     reference_kl: float = _f(0.0, "weight of the KL to the initial policy", "[0, inf)")
     updates_per_batch: int = _f(1, "updates taken from each batch of answers", "[1, inf)")
@@ -140,31 +165,36 @@ class Optimizer:
         "gradient sketches with RowAdam, dense AdamW, AdamW on dense gradients projected to a low rank, or AdamW on "
         "low-rank adapters beside frozen weights, which the export adds up",
     )
-    rank: int = _f(256, "logra, galore, lora: rank of sketches, projections and adapters", "[1, inf)")
-    sketch_seed: int = _f(42, "logra: seed of the projections; lora: of the adapters' first values", "[0, 4294967296)")
-    distribution: Literal["rademacher", "gaussian"] = _f("rademacher", "logra: entries of the projections")
-    refresh: int = _f(1, "logra: updates between redraws of the projections; 0: never", "[0, inf)")
-    projection_interval: int = _f(200, "galore: updates between new projections", "[1, inf)")
-    galore_scale: float = _f(0.25, "galore: factor on the updates of projected weights", "(0, inf)")
-    lora_alpha: float | None = _f(None, "lora: adapters count lora_alpha / rank; null: 1", "(0, inf)")
+    rank: int = _f(256, "rank of sketches, projections and adapters", "[1, inf)", f"{_LOGRA},galore,lora")
+    sketch_seed: int = _f(
+        42, "logra: seed of the projections; lora: of the adapters' first values", "[0, 4294967296)", f"{_LOGRA},lora"
+    )
+    distribution: Literal["rademacher", "gaussian"] = _f("rademacher", "entries of the projections", only=_LOGRA)
+    refresh: int = _f(1, "updates between redraws of the projections; 0: never", "[0, inf)", _LOGRA)
+    projection_interval: int = _f(200, "updates between new projections", "[1, inf)", _GALORE)
+    galore_scale: float = _f(0.25, "factor on the updates of projected weights", "(0, inf)", _GALORE)
+    lora_alpha: float | None = _f(None, "adapters count lora_alpha / rank; null: 1", "(0, inf)", _LORA)
     targets: tuple[str, ...] | None = _f(None, "regexes on weight names; null: attention and MLP projections")
     others: Literal["frozen", "adamw"] = _f("frozen", "what happens to weights that are not targets")
     others_learning_rate: float | None = _f(
-        None, "logra, galore: learning rate of the others; null: learning_rate", "(0, inf)"
+        None,
+        "learning rate of the others; null: learning_rate",
+        "(0, inf)",
+        f"{_LOGRA},galore and optimizer.others=adamw",
     )
     preserve_norm: bool | None = _f(
-        None, "logra: norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no"
+        None, "norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no", only=_LOGRA
     )
     b1: float | None = _f(
         None, "decay of the first moment; null: 0 for logra (needs refresh other than 1), else 0.9", "[0, 1)"
     )
     b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
     eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")
-    update_ratio: float | None = _f(None, "logra: size of an update relative to the weights (paper: 6e-5)", "(0, 1)")
+    update_ratio: float | None = _f(None, "size of an update relative to the weights (paper: 6e-5)", "(0, 1)", _LOGRA)
     learning_rate: float | None = _f(None, "step size, instead of update_ratio, which is for logra alone", "(0, inf)")
     warmup: int = _f(0, "updates of linear warm-up", "[0, inf)")
     schedule: Literal["constant", "cosine"] = _f("constant", "course of the step size after the warm-up")
-    final_fraction: float = _f(0.1, "cosine: last step size as a fraction of the first", "[0, 1]")
+    final_fraction: float = _f(0.1, "last step size as a fraction of the first", "[0, 1]", "optimizer.schedule=cosine")
     weight_decay: float = _f(0.0, "decoupled weight decay", "[0, inf)")
     max_grad_norm: float | None = _f(None, "gradients longer than this are shortened to it; null: off", "(0, inf)")
 
@@ -174,27 +204,29 @@ class KL:
     """Predicted-KL control of the step length."""
 
     control: bool = _f(True, "scale every update so that its predicted KL stays within the budget")
-    budget_start: float = _f(2e-4, "KL per token allowed at the first update", "(0, inf)")
-    budget_end: float = _f(2e-5, "KL per token allowed from update budget_steps on", "(0, inf)")
-    budget_steps: int = _f(300, "updates of the cosine from start to end", "[1, inf)")
-    alpha_max: float = _f(3.0, "largest factor on the proposed update", "(0, inf)")
-    probe_responses: int = _f(8, "answers the prediction is made on", "[1, inf)")
-    probe_tokens: int = _f(4096, "tokens used of each of them", "[1, inf)")
-    mismatch: bool = _f(True, "take the gap between sampler and trainer off the budget")
+    budget_start: float = _f(2e-4, "KL per token allowed at the first update", "(0, inf)", _CONTROL)
+    budget_end: float = _f(2e-5, "KL per token allowed from update budget_steps on", "(0, inf)", _CONTROL)
+    budget_steps: int = _f(300, "updates of the cosine from start to end", "[1, inf)", _CONTROL)
+    alpha_max: float = _f(3.0, "largest factor on the proposed update", "(0, inf)", _CONTROL)
+    probe_responses: int = _f(8, "answers the prediction is made on", "[1, inf)", f"{_CONTROL} or {_CHECK}")
+    probe_tokens: int = _f(4096, "tokens used of each of them", "[1, inf)", f"{_CONTROL} or {_CHECK}")
+    mismatch: bool = _f(True, "take the gap between sampler and trainer off the budget", only=_CONTROL)
     check_every: int = _f(10, "updates between measurements of the KL that really came out; 0: never", "[0, inf)")
-    check_responses: int = _f(8, "answers used for that measurement", "[1, inf)")
+    check_responses: int = _f(8, "answers used for that measurement", "[1, inf)", _CHECK)
 
 
 @dataclass(frozen=True)
 class Eval:
     """Evaluation on data.eval."""
 
-    every: int = _f(10, "updates between evaluations; 0: only at the end", "[0, inf)")
-    temperature: float = _f(0.0, "sampling temperature; 0: always the likeliest token", "[0, inf)")
-    top_p: float = _f(1.0, "sample from the likeliest tokens of this total probability", "(0, 1]")
-    samples: int = _f(1, "answers per prompt", "[1, inf)")
-    max_prompts: int | None = _f(None, "evaluate on the first so many prompts; null: all", "[1, inf)")
-    before: bool = _f(True, "evaluate before the first update as well")
+    every: int = _f(10, "updates between evaluations; 0: only at the end", "[0, inf)", _EVAL)
+    temperature: float = _f(0.0, "sampling temperature; 0: always the likeliest token", "[0, inf)", _EVAL)
+    top_p: float = _f(
+        1.0, "sample from the likeliest tokens of this total probability", "(0, 1]", f"{_EVAL} and {_RANDOM}"
+    )
+    samples: int = _f(1, "answers per prompt", "[1, inf)", f"{_EVAL} and {_RANDOM}")
+    max_prompts: int | None = _f(None, "evaluate on the first so many prompts; null: all", "[1, inf)", _EVAL)
+    before: bool = _f(True, "evaluate before the first update as well", only=_EVAL)
 
 
 @dataclass(frozen=True)
@@ -203,7 +235,7 @@ class Checkpoint:
 
     every: int = _f(50, "updates between checkpoints; 0: only at the end", "[0, inf)")
     keep: int = _f(2, "newest checkpoints kept", "[1, inf)")
-    keep_best: bool = _f(True, "keep the one with the best evaluation as well")
+    keep_best: bool = _f(True, "keep the one with the best evaluation as well", only=_EVAL)
     async_: bool = _f(True, "write in the background while training goes on")
 
 
@@ -211,10 +243,10 @@ class Checkpoint:
 class Log:
     """Metrics, in out/."""
 
-    samples: int = _f(1, "decoded answers printed at each evaluation", "[0, inf)")
+    samples: int = _f(1, "decoded answers printed at each evaluation", "[0, inf)", _EVAL)
     tensorboard: bool = _f(True, "write TensorBoard event files to out/tensorboard")
     wandb: Literal["off", "auto", "online", "offline"] = _f("off", "Weights & Biases; auto: offline without a key")
-    project: str = _f("logra_jax", "Weights & Biases project")
+    project: str = _f("logra_jax", "Weights & Biases project", only="log.wandb!=off")
     progress: bool = _f(True, "show a line of progress")
 
 
@@ -226,7 +258,8 @@ class Mesh:
     tensor: int = _f(1, "devices that share each matrix product", "[1, inf)")
     memory_fraction: float | None = _f(
         None,
-        "share of each GPU's memory that the run may take; null: XLA_CLIENT_MEM_FRACTION, or 0.95",
+        "share of each GPU's memory that the run may take, reserved before anything is compiled (`logra_jax.plan` says "
+        "when a run needs more); null: XLA_CLIENT_MEM_FRACTION, or 0.95",
         "(0, 1]",
     )
 
@@ -262,6 +295,42 @@ class Config:
     log: Log = dataclasses.field(default_factory=Log)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     processes: Processes = dataclasses.field(default_factory=Processes)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of the configuration: full key, type, default, help, allowed interval, where it has an effect."""
+
+    key: str
+    type: Any
+    default: Any
+    help: str
+    within: str | None
+    only: str
+
+    def of(self, config: Config) -> Any:
+        """Its value in a configuration."""
+        found: Any = config
+        for name in self.key.split("."):
+            found = getattr(found, f"{name}_" if name == "async" else name)
+        return found
+
+
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """The name of a field in YAML."""
+    return field.name.rstrip("_")  # `async` is a keyword of Python, so its attribute is `async_`
+
+
+def _settings(section: type, prefix: str = "") -> Iterator[Setting]:
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _settings(cast(type, hints[field.name]), f"{key_of(field)}.")
+        else:
+            yield Setting(prefix + key_of(field), hints[field.name], field.default, **field.metadata)
+
+
+SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _settings(Config)}
 
 
 def lies_within(interval: str, value: float) -> bool:

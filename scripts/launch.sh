@@ -17,13 +17,15 @@ shift
 python="${PYTHON:-python}"
 free='import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 port="${PORT:-$("$python" -c "$free")}" || exit 2
+ends="$(mktemp -d)" || exit 2 # exit codes by process: what bash says of them is lost where a signal ends the waiting
+trap 'rm -rf "$ends"' EXIT
 
 member() {
   # What signals the group is for Python, which sets its own handlers, and not for the rest of the pipeline.
   trap '' INT TERM
   JAX_COORDINATOR_ADDRESS="127.0.0.1:$port" JAX_NUM_PROCESSES="$count" JAX_PROCESS_ID="$1" JAX_LOCAL_DEVICE_IDS="$1" \
     "$python" -u -m "logra_jax.${COMMAND:-train}" "${@:2}" 2>&1 | sed -u "s/^/[$1] /"
-  exit "${PIPESTATUS[0]}"
+  echo "${PIPESTATUS[0]}" > "$ends/$1"
 }
 
 set -m # a process group each: Ctrl-C reaches this script alone, and is passed on once
@@ -32,30 +34,29 @@ for ((i = 0; i < count; i++)); do
   member "$i" "$@" &
   groups+=("-$!")
 done
-signalled=
-forward() {
-  signalled=yes
-  kill "-$1" -- "${groups[@]}" 2>/dev/null
-}
-trap 'forward TERM' TERM
-trap 'forward INT' INT
+trap 'kill -TERM -- "${groups[@]}" 2>/dev/null' TERM
+trap 'kill -INT -- "${groups[@]}" 2>/dev/null' INT
 
 code=0
-left="$count"
+left="$count" nobody=
 while ((left)); do
+  for file in "$ends"/*; do
+    [[ -s "$file" ]] || continue
+    read -r status < "$file"
+    rm "$file"
+    left=$((left - 1))
+    if ((status && !code)); then
+      code="$status"
+      (sleep "${END_AFTER:-30}"; kill -KILL -- "${groups[@]}") 2>/dev/null &
+      killer="-$!"
+      disown
+    fi
+  done
+  if ((left)) && [[ -n "$nobody" ]]; then # one was killed before it could say how it ended
+    exit "$((code ? code : 1))"
+  fi
   wait -n
-  status=$?
-  if [[ -n "$signalled" ]]; then # it was the signal that ended the waiting
-    signalled=
-    continue
-  fi
-  left=$((left - 1))
-  if ((status && !code)); then
-    code="$status"
-    (sleep "${END_AFTER:-30}"; kill -KILL -- "${groups[@]}") 2>/dev/null &
-    killer="-$!"
-    disown
-  fi
+  if (($? == 127)); then nobody=yes; fi
 done
 if [[ -n "${killer:-}" ]]; then kill -- "$killer" 2>/dev/null; fi
 exit "$code"

@@ -1,6 +1,7 @@
 """Make the demo from nothing: a 1.1 M parameter Qwen2 checkpoint, its tokenizer, rows to train and judge it.
 
     python scripts/make_demo.py [--out logra_jax/demo] [--seed 0]
+    python scripts/make_demo.py --hybrid --out out/hybrid    # a Qwen3.5 model, three of its four layers linear
 
 The task is a three-digit number times a digit, `588*6=`. The model is warm-started on two ways of answering:
 
@@ -72,6 +73,22 @@ HF_CONFIG = {
     "tie_word_embeddings": True,
     "use_sliding_window": False,
     "vocab_size": VOCAB_SIZE,
+}
+# Of the same size: one group of three gated delta layers and one of full attention.
+HYBRID_CONFIG = HF_CONFIG | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 32,
+    "intermediate_size": 512,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 32,
+    "model_type": "qwen3_5_text",
+    "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_type": "default"},
 }
 GENERATION_CONFIG = {"do_sample": True, "temperature": 1.0, "eos_token_id": EOS, "pad_token_id": PAD}
 TOKENIZER_CONFIG = {
@@ -160,9 +177,9 @@ def greedy_accuracy(sampler: Sampler, params, rows: list[tuple[int, int]]) -> tu
     return right / count, by_work / count
 
 
-def warm_start(seed: int, stop_at: float, train, validation, held_out):
+def warm_start(config: dict, seed: int, stop_at: float, train, validation, held_out):
     """Random weights to the first checkpoint whose validation accuracy reaches `stop_at`: (model, params)."""
-    model = CausalLM(ModelConfig.from_hf(HF_CONFIG), compute_dtype="float32")
+    model = CausalLM(ModelConfig.from_hf(config), compute_dtype="float32")
     params = model.init_params(jax.random.key(seed))
     tx = optax.adamw(optax.linear_schedule(0.0, LEARNING_RATE, WARMUP))
     sampler = Sampler(
@@ -216,14 +233,14 @@ def warm_start(seed: int, stop_at: float, train, validation, held_out):
     return model, params
 
 
-def write(out: Path, model: CausalLM, params, train, held_out) -> None:
+def write(out: Path, config: dict, model: CausalLM, params, train, held_out) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train.jsonl", train), ("heldout.jsonl", held_out)):
         lines = [json.dumps({"prompt": prompt(a, b), "answer": str(a * b)}) + "\n" for a, b in rows]
         (out / name).write_text("".join(lines), encoding="utf-8")
     folder = out / "model"
     save_hf(model, params, folder, overwrite=True)
-    (folder / "config.json").write_text(json.dumps(HF_CONFIG, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n", encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n", encoding="utf-8")
     tokenizer().save(str(folder / "tokenizer.json"))
@@ -233,14 +250,18 @@ def write(out: Path, model: CausalLM, params, train, held_out) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the demo's checkpoint, tokenizer and rows.")
     here = Path(__file__).resolve().parents[1]
+    parser.add_argument("--hybrid", action="store_true", help="a Qwen3.5 model; needs an --out of its own")
     parser.add_argument("--out", type=Path, default=here / "logra_jax" / "demo", help="folder to write into")
     parser.add_argument("--seed", type=int, default=0, help="random weights and order of demonstrations")
     parser.add_argument("--stop-at", type=float, default=0.42, help="validation accuracy that ends the warm start")
     args = parser.parse_args()
+    if args.hybrid and args.out == parser.get_default("out"):
+        parser.error("--hybrid would replace the packaged demo: give another --out")
+    config = dict(sorted((HYBRID_CONFIG if args.hybrid else HF_CONFIG).items()))
     train, held_out, validation = pairs()
     print(f"{len(train)} pairs to train, {len(held_out)} held out, {len(validation)} for validation")
-    model, params = warm_start(args.seed, args.stop_at, train, validation, held_out)
-    write(args.out, model, params, train, held_out)
+    model, params = warm_start(config, args.seed, args.stop_at, train, validation, held_out)
+    write(args.out, config, model, params, train, held_out)
     print(f"wrote {args.out}")
 
 

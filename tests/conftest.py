@@ -43,11 +43,11 @@ def golden() -> Path:
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with `model`, one random layer over the demo's tokenizer, and `rows.jsonl`, 18 prompts.
+    """Folder with `model`, one random layer over the demo's tokenizer, `rows.jsonl`, 18 prompts, and `run.yaml`.
 
     The answer to all of them is 7: with reward.pattern=(7) every text with a 7 in it is right.
     """
-    from logra_jax.config import PACKAGED
+    from logra_jax.config import PACKAGED, load_config, to_yaml
     from logra_jax.models import CausalLM, ModelConfig, save_hf
 
     folder = tmp_path_factory.mktemp("small_run")
@@ -59,6 +59,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(PACKAGED / "model" / name, folder / "model")
     rows = [{"prompt": f"{a}*{b}=", "answer": "7"} for a in (8, 12, 345) for b in range(2, 8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(to_yaml(load_config(None, TINY.split())))
     return folder
 
 
@@ -82,10 +83,10 @@ def command_settings(small_run: Path, program_cache: Path, tmp_path: Path, monke
         jax.config.update(name, value)
     compilation_cache.reset_cache()  # it may have decided earlier that there is none
     yield [
+        f"--config={small_run / 'run.yaml'}",
         f"model.path={small_run / 'model'}",
         f"data.train={small_run / 'rows.jsonl'}",
         f"data.eval={small_run / 'rows.jsonl'}",
-        *TINY.split(),
     ]
     for name, (_, value) in settings.items():
         jax.config.update(name, value)

@@ -77,7 +77,7 @@ def test_running_out_of_memory_is_explained_and_saved(command_settings, monkeypa
 
     monkeypatch.setattr(Sampler, "generate", exhausted)
     with pytest.raises(SystemExit, match="2"):
-        cli.run(lambda: train.main([*command_settings, "eval.before=false", "data.eval=null"]))
+        cli.run(lambda: train.main([*command_settings, "data.eval=null"]))
     said = capsys.readouterr().err
     assert "a device ran out of memory: Out of memory allocating 12 bytes. What helps: lower rollout.prompts=" in said
     assert "--resume" in said

@@ -13,10 +13,13 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 MEMBER = f"""#!{sys.executable}
 import os, signal, sys, time
 name = os.environ["JAX_PROCESS_ID"]
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else lambda *_: sys.exit(143))
 signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-print(os.environ["JAX_COORDINATOR_ADDRESS"], os.environ["JAX_NUM_PROCESSES"], os.environ["JAX_LOCAL_DEVICE_IDS"])
+print(os.environ["JAX_COORDINATOR_ADDRESS"], os.environ["JAX_NUM_PROCESSES"], os.environ["JAX_LOCAL_DEVICE_IDS"],
+      flush=True)
 print(*sys.argv[1:], file=sys.stderr, flush=True)
+if "deaf" in sys.argv:
+    time.sleep(0.5)
 if "fail=" + name in sys.argv:
     sys.exit(7)
 if "end" not in sys.argv:
@@ -71,6 +74,15 @@ def test_signals_are_passed_on(number, launch):
     process.send_signal(number)
     process.communicate(timeout=50)
     assert process.returncode == 128 + number
+
+
+def test_no_end_is_missed_among_signals(launch):
+    process = launch("3", "deaf", "end", "fail=1")
+    for _ in range(6):
+        process.stdout.readline()
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    assert process.returncode == 7
 
 
 @pytest.mark.parametrize("count", ["0", "two", ""])

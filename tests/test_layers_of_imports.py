@@ -12,6 +12,7 @@ FORBIDDEN = {
     "optim": ("logra_jax.models", "logra_jax.rl", "flax"),
     "models": ("logra_jax.rl",),
     "rl": ("flax",),
+    "sync": ("logra_jax.rl", "jax", "flax", "optax"),
 }
 COMMANDS = ("train", "evaluate", "convert", "run", "build", "config", "settings", "cli")
 
@@ -39,9 +40,13 @@ def test_folders_keep_to_their_layer(folder):
 
 
 @pytest.mark.parametrize(
-    "module", ["", ".errors", ".config", ".settings", ".optim.names", ".optim.twin", ".models.names", ".models.config"]
-)
+    "module",
+    [
+        "", ".errors", ".config", ".settings", ".optim.names", ".optim.twin", ".models.names", ".models.config",
+        ".sync.blob", ".sync.naming", ".sync.pool", ".sync.server",
+    ],
+)  # fmt: skip
 def test_light_modules_need_no_jax(module):
-    code = f"import sys, logra_jax{module}; print({{'jax', 'jaxlib', 'flax', 'optax'}} & set(sys.modules))"
+    code = f"import sys, logra_jax{module}; print({{'jax', 'jaxlib', 'flax', 'optax', 'torch'}} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"

@@ -4,27 +4,14 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from tiny import TINY
 
 from logra_jax.errors import UserError
 from logra_jax.mesh import AxisTable, batch_sharding, fetch_parts, make_mesh, place, shardings
-from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.models import CausalLM
 
-CONFIG = ModelConfig(
-    model_type="qwen2",
-    vocab_size=48,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    qkv_bias=True,
-)
-MODEL = CausalLM(CONFIG, scan_unroll=1)
+SIZES = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
+MODEL = CausalLM(TINY.replace(**SIZES), scan_unroll=1)
 
 
 def random_params():

@@ -100,6 +100,18 @@ def test_sizes_are_those_computed_by_hand(settings, on_cpu, capsys):
     assert found["adamw"]["rollout_gib"] == found["galore"]["rollout_gib"] == found["logra"]["rollout_gib"]
 
 
+@pytest.mark.parametrize(
+    ("need", "given", "said"), [(76, None, ""), (77, None, "0.97 instead of 0.95"), (77, 0.97, "")]
+)
+def test_a_run_that_fits_only_in_a_larger_share(need, given, said):
+    """76 of 80 GiB are 0.95 of them, 77 are 0.9625."""
+    found = Footprint(*[0] * 5, update=need * GIB, rollout=9 * GIB, reference=0)
+    config = load_config(None, [f"mesh.memory_fraction={given}" if given else "steps=9"])
+    more = f", if mesh.memory_fraction={said}" if said else ""
+    expected = f"logra: fits, {80 - need - 0.75:.2f} GiB left{more}"
+    assert plan.verdict("logra", plan.Plan(found, card=80, reserve=0.75), config, 1) == expected
+
+
 def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, monkeypatch):
     gib = Footprint(weights=9, optimizer=3, gradients=1, temporaries=30, kv_cache=4, update=42, rollout=20, reference=0)
     fake = Footprint(**{key: value * GIB for key, value in vars(gib).items()})

@@ -28,6 +28,11 @@ def base(command_settings):
     return command_settings
 
 
+def read(argv):
+    """The configuration of a command line."""
+    return cli.parse(argv, "train", "").config
+
+
 def files(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -58,7 +63,7 @@ def test_a_run_writes_what_it_says(base, capsys):
     assert {row["step"]: row["eval/updates"] for row in rows if "eval/accuracy" in row} == {0: 0, 2: 3, 3: 4}
     assert any(row["reward/mean"] > 0 and row["grad/norm"] > 0 for row in rows)
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert load_config(out / "config.yaml") == load_config(None, base)
+    assert load_config(out / "config.yaml") == read(base)
     assert steps(out / "checkpoints") == [2, 4]
     assert sorted(path.name for path in out.iterdir()) == [
         "checkpoints", "config.yaml", "curves.png", "hf", "metrics.jsonl",
@@ -115,7 +120,7 @@ def test_overwrite_replaces_a_run(base, monkeypatch):
     Path("out/old.txt").write_text("old")
     assert train.main([*base, "--overwrite"]) == 0
     assert [path.name for path in Path("out").iterdir()] == ["config.yaml"]
-    assert load_config("out/config.yaml") == load_config(None, base)
+    assert load_config("out/config.yaml") == read(base)
 
 
 def test_dry_run_writes_nothing(base, capsys, small_run):
@@ -124,7 +129,7 @@ def test_dry_run_writes_nothing(base, capsys, small_run):
     said = capsys.readouterr()
     assert "7,680 sketched (7 tensors)" in said.out  # q, k, v, o of 32 inputs or outputs and three of 48
     assert "1,184 frozen" in said.out
-    assert to_yaml(load_config(None, base)) in said.out
+    assert to_yaml(read(base)) in said.out
     assert said.out.endswith("dry run: nothing was trained or written\n")
     assert list(Path().iterdir()) == []
     assert files(small_run) == before
@@ -133,7 +138,6 @@ def test_dry_run_writes_nothing(base, capsys, small_run):
         "optimizer.name=adamw",
         "optimizer.update_ratio=null",
         "optimizer.learning_rate=1e-4",
-        "optimizer.rank=999",
     ]
     assert train.main([*base, "--dry-run", *dense]) == 0  # dense training has no rank that could be too large
     assert "7,680 dense (7 tensors)" in capsys.readouterr().out
@@ -261,7 +265,9 @@ def test_answers_that_share_rows_teach_the_same(base):
         assert 0 <= shared["padding/share"] <= separate["padding/share"]
         for name in separate.keys() - {"padding/share", "tokens/s"}:
             if not name.startswith("time/"):
-                np.testing.assert_allclose(shared[name], separate[name], rtol=1e-3, atol=1e-7, err_msg=name)
+                # The mismatch is what is left of two log-probabilities of 2 to 4, each rounded to 2^-22.
+                atol = 2**-21 if name == "kl/mismatch" else 1e-7
+                np.testing.assert_allclose(shared[name], separate[name], rtol=1e-3, atol=atol, err_msg=name)
 
 
 def test_a_token_budget_beyond_all_answers_makes_no_larger_rows():

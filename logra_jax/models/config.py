@@ -244,6 +244,8 @@ class _Reader:
             # A multimodal file: its text model is all that is read. What it leaves out stands outside.
             outer = {k: raw[k] for k in ("tie_word_embeddings",) if k in raw}
             self.raw, self.where = outer | dict(text), f"{where} (text_config)"
+        elif raw.get("vision_config") and not isinstance(text, Mapping):
+            raise UserError(f"{where} has a vision_config and no text_config: only text models are supported")
 
     def key(self, name: str, kinds: tuple[type, ...]) -> Any:
         if name not in self.raw:
@@ -330,7 +332,9 @@ class _Reader:
         model_type = self.key("model_type", (str,))
         if model_type not in ARCHITECTURES:
             known = ", ".join(sorted(ARCHITECTURES))
-            self.refuse("model_type", model_type, f"supported are {known}")
+            self.refuse(
+                "model_type", model_type, f"supported are {known}; of a multimodal model (qwen3_5) its text part"
+            )
         if self.key("quantization_config", (dict,)) is not None:
             self.refuse("quantization_config", "set", "quantised weights cannot be trained; use the original")
         if (act := self.key("hidden_act", (str,))) != "silu":

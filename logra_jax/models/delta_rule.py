@@ -16,8 +16,7 @@ from jax import lax
 
 from logra_jax._shapes import Array, Float, Int
 
-CHUNK = 64  # tokens whose mutual influence is one triangular solve
-BLOCK = 16  # of which the rows are solved one after the other
+CHUNK = 64  # tokens whose mutual influence is one triangular solve; a power of two
 NORM_EPS = 1e-6
 
 
@@ -69,16 +68,17 @@ def delta_rule(
     """
     batch, time, keys, dk = inputs.q.shape
     values, dv = inputs.v.shape[2:]
-    count = -(-time // CHUNK)
+    size = min(CHUNK, 1 << (time - 1).bit_length())
+    count = -(-time // size)
     if segments is None:
         segments = jnp.zeros((batch, time), jnp.int32)
 
     def chunks(x: Array, fill: str = "constant") -> Array:
-        padded = jnp.pad(x, ((0, 0), (0, count * CHUNK - time), *((0, 0),) * (x.ndim - 2)), mode=fill)
-        return padded.reshape(batch, count, CHUNK, *x.shape[2:]).swapaxes(0, 1)
+        padded = jnp.pad(x, ((0, 0), (0, count * size - time), *((0, 0),) * (x.ndim - 2)), mode=fill)
+        return padded.reshape(batch, count, size, *x.shape[2:]).swapaxes(0, 1)
 
     def heads(x: Array) -> Array:  # [b, n, heads, ...] -> [b, keys, heads / keys, n, ...]
-        split = x.reshape(batch, CHUNK, keys, -1, *x.shape[3:])
+        split = x.reshape(batch, size, keys, -1, *x.shape[3:])
         return jnp.moveaxis(split, 1, 3).astype(jnp.float32)
 
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
@@ -93,7 +93,7 @@ def delta_rule(
         same = (numbers[:, :, None] == numbers[:, None, :])[:, None, None]
         decay = jnp.cumsum(g, axis=-1)
         # Where j comes after i the difference is positive and its exponential overflows: cut before, not after.
-        gap = jnp.where(same & _lower(), decay[..., :, None] - decay[..., None, :], -jnp.inf)
+        gap = jnp.where(same & _lower(size), decay[..., :, None] - decay[..., None, :], -jnp.inf)
         between = jnp.exp(gap)  # [b, keys, group, n, n]
         since = jnp.where(from_start, jnp.exp(decay), 0.0)[..., None]
         overlap = product("bhid,bhjd->bhij", k, k)[:, :, None]
@@ -106,45 +106,53 @@ def delta_rule(
         rest = jnp.where(to_end, jnp.exp(decay[..., -1:] - decay), 0.0)
         kept = jnp.where(from_start[..., -1], jnp.exp(decay[..., -1]), 0.0)[..., None, None]
         state = kept * state + product("bhnk,bhgnv->bhgkv", k, rest[..., None] * written)
-        return (state, numbers[:, -1]), jnp.moveaxis(out, 3, 1).reshape(batch, CHUNK, values, dv)
+        return (state, numbers[:, -1]), jnp.moveaxis(out, 3, 1).reshape(batch, size, values, dv)
 
     parts = DeltaInputs(*(chunks(x) for x in inputs)), chunks(segments, "edge")
     start = state.astype(jnp.float32).reshape(batch, keys, values // keys, dk, dv)
     (state, _), out = lax.scan(chunk, (start, segments[:, 0]), parts)
-    out = out.swapaxes(0, 1).reshape(batch, count * CHUNK, values, dv)[:, :time]
+    out = out.swapaxes(0, 1).reshape(batch, count * size, values, dv)[:, :time]
     return out, state.reshape(batch, values, dk, dv)
 
 
 def solve_unit_lower(
     lower: Float[Array, "*batch n n"], right: Float[Array, "*batch n m"]
 ) -> Float[Array, "*batch n m"]:
-    """X with (1 + lower) X = right, for a strictly lower triangle; n a multiple of BLOCK.
+    """X with (1 + lower) X = right, for a strictly lower triangle; n a power of two.
 
-    Forward substitution by blocks: the inverses of the blocks on the diagonal row by row, all at once, the rest as
-    matrix products. `lax.linalg.triangular_solve` calls a library on CPUs, and in forward mode that never returns.
+    One inverse serves the solve, its derivative in forward mode and, transposed, the one backwards: none of them
+    differentiates how it was made. `lax.linalg.triangular_solve` calls a library on CPUs, which never returns in
+    forward mode.
     """
     product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-    starts = range(0, lower.shape[-1], BLOCK)
-    diagonal = jnp.stack([lower[..., i : i + BLOCK, i : i + BLOCK] for i in starts])
-    one = jnp.broadcast_to(jnp.eye(BLOCK, dtype=lower.dtype), diagonal.shape)
-
-    def row(i: Array, inverse: Array) -> Array:
-        own = lax.dynamic_slice_in_dim(diagonal, i, 1, axis=-2)  # 0 from column i on: later rows do not count
-        new = lax.dynamic_slice_in_dim(one, i, 1, axis=-2) - product(own, inverse)
-        return lax.dynamic_update_slice_in_dim(inverse, new, i, axis=-2)
-
-    inverse = lax.fori_loop(1, BLOCK, row, one)
-    solved = product(inverse[0], right[..., :BLOCK, :])
-    for number, i in enumerate(starts[1:], start=1):
-        known = product(lower[..., i : i + BLOCK, :i], solved)
-        block = product(inverse[number], right[..., i : i + BLOCK, :] - known)
-        solved = jnp.concatenate([solved, block], axis=-2)
-    return solved
+    inverse = _inverse(lax.stop_gradient(lower))
+    return lax.custom_linear_solve(
+        lambda x: x + product(lower, x),
+        right,
+        solve=lambda _, b: product(inverse, b),
+        transpose_solve=lambda _, b: product(inverse.swapaxes(-1, -2), b),
+    )
 
 
-def _lower() -> Array:
+def _inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
+    """(1 + lower)^-1: the inverses of both halves on the diagonal, made together, and what lies below them.
+
+    As exact as forward substitution, in log2(n) steps of matrix products. The product of 1 - L, 1 + L^2, 1 + L^4 ..
+    is not: its powers grow with equal keys.
+    """
+    half = lower.shape[-1] // 2
+    if half == 0:
+        return jnp.ones_like(lower)
+    product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    first, last = _inverse(jnp.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    corner = -product(last, product(lower[..., half:, :half], first))
+    upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, last], axis=-1)], axis=-2)
+
+
+def _lower(size: int) -> Array:
     """[1, 1, 1, n, n], True where the second token does not come after the first."""
-    return jnp.tril(jnp.ones((CHUNK, CHUNK), jnp.bool_))[None, None, None]
+    return jnp.tril(jnp.ones((size, size), jnp.bool_))[None, None, None]
 
 
 def causal_conv(
@@ -161,9 +169,9 @@ def causal_conv(
     time, taps = x.shape[1], kernel.shape[0] - 1
     whole = jnp.concatenate([window.astype(x.dtype), x], axis=1)
     numbers = None if segments is None else jnp.pad(segments, ((0, 0), (taps, 0)), mode="edge")
-    total = jnp.zeros_like(x)
+    total = jnp.zeros(x.shape, jnp.float32)
     for j in range(taps + 1):
-        tap = whole[:, j : j + time] * kernel[j].astype(x.dtype)[None, None]
+        tap = whole[:, j : j + time].astype(jnp.float32) * kernel[j].astype(jnp.float32)[None, None]
         if segments is not None and numbers is not None:
             tap = jnp.where((numbers[:, j : j + time] == segments)[..., None], tap, 0)
         total = total + tap

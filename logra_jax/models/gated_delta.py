@@ -65,7 +65,7 @@ class GatedDelta(nnx.Module):
             state = jnp.zeros((batch, sizes.value_heads, sizes.key_dim, sizes.value_dim), jnp.float32)
         else:
             window, state = cache.read_state()
-        conv = jax.nn.silu(causal_conv(mixed, window, self.conv1d.kernel.get_value(), segments))
+        conv = jax.nn.silu(causal_conv(mixed, window, self.conv1d.kernel.get_value(), segments)).astype(x.dtype)
         q, k, v = jnp.split(conv, [sizes.key_size, 2 * sizes.key_size], axis=-1)
         q, k = (unit_length(part.reshape(batch, time, sizes.key_heads, sizes.key_dim)) for part in (q, k))
         rule = DeltaInputs(

@@ -12,6 +12,8 @@ import numpy as np
 from logra_jax.errors import UserError
 
 WIDTH_MULTIPLE = 8
+# Columns, and keys of a message's parts, that belong to the prompt in data sets for multimodal models.
+MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios")
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,11 @@ def load_prompts(
     """Reads, formats and tokenizes a prompt file (`.parquet`, anything else is JSONL in UTF-8).
 
     The prompt column holds a string, put into `prompt_format` at `{prompt}`, or (template "chat" only) a list
-    of chat messages, taken as it is. "chat" renders the tokenizer's chat template with the generation prompt,
-    after a `system` message if one is given and the row brings none. "plain" tokenizes the text with the
-    tokenizer's own special tokens in front. The answer column must hold a string or a finite number (kept as
-    its text) in every row; None means that no column is checked.
+    of chat messages, taken as it is. Images, videos and sounds, in a message or a column beside it, are refused.
+    "chat" renders the tokenizer's chat template with the generation prompt, after a `system` message if one is
+    given and the row brings none. "plain" tokenizes the text with the tokenizer's own special tokens in front.
+    The answer column must hold a string or a finite number (kept as its text) in every row; None means that no
+    column is checked.
 
     Prompts longer than max_prompt_length tokens are left out ("drop") or keep their last max_prompt_length
     tokens ("truncate"); both are counted. The padded width P is the longest kept prompt rounded up to a
@@ -206,6 +209,9 @@ def _check_row(place: str, row: dict[str, Any], prompt_column: str, answer_colum
     for name in (prompt_column, answer_column):
         if name is not None and name not in row:
             raise UserError(f"{place}: no column {name!r}; the row has {', '.join(row) or 'none'}")
+    for name in MEDIA:
+        if row.get(name) and name not in (prompt_column, answer_column):
+            raise UserError(f"{place}: column {name!r} is not empty, but only text is supported; leave such rows out")
 
 
 def _answer(place: str, column: str, value: Any) -> str:
@@ -256,6 +262,11 @@ def _messages(place: str, prompt: Any) -> list[dict[str, Any]]:
     messages = list(prompt) if isinstance(prompt, list | tuple) else []
     if not messages or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in messages):
         raise UserError(f"{place}: the prompt must be a text or a list of messages with role and content")
+    for part in (part for message in messages if isinstance(message["content"], list) for part in message["content"]):
+        given = part if isinstance(part, dict) else {}
+        kind = given.get("type") or next((key for key in MEDIA if given.get(key)), "text")
+        if kind != "text":
+            raise UserError(f"{place}: the prompt holds a part of type {kind!r}, but only text is supported")
     return messages
 
 

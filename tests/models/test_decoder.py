@@ -6,26 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import TINY
 
 from logra_jax.errors import UserError
-from logra_jax.models import CausalLM, ModelConfig, load_hf
+from logra_jax.models import CausalLM, load_hf
 from logra_jax.models.decoder import project
 from logra_jax.models.names import name_table
 
-CONFIG = ModelConfig(
+CONFIG = TINY.replace(
     model_type="qwen3",
     vocab_size=40,
     hidden_size=24,
     intermediate_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
     head_dim=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    qkv_bias=True,
     o_bias=True,
     qk_norm=True,
     initializer_range=0.2,

@@ -7,18 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import TINY
 
 from logra_jax.build import choose_attention
 from logra_jax.config import load_config
 from logra_jax.errors import UserError
-from logra_jax.models import CausalLM, ModelConfig, flash, layers
+from logra_jax.models import CausalLM, flash, layers
 from logra_jax.models.layers import attend
 
-CONFIG = ModelConfig(
-    model_type="qwen2", vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=4, rms_norm_eps=1e-6, rope_theta=1e4,
-    max_position_embeddings=64, tie_word_embeddings=True, qkv_bias=True,
-)  # fmt: skip
+CONFIG = TINY.replace(num_hidden_layers=1, tie_word_embeddings=True)
 RNG = np.random.default_rng(0)
 # Rows with padding on the left, on the right, on both sides, none, and a row of padding alone.
 BOUNDS = [(3, 9), (0, 4), (2, 7), (0, 9), (4, 4)]

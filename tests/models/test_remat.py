@@ -6,27 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import TINY
 
-from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.models import CausalLM
 from logra_jax.optim import SketchSpec, merge
 from logra_jax.optim.slot import place
 
 LAYERS, HIDDEN, ROWS, TIME, RANK, TARGETS = 3, 16, 2, 7, 5, 7
-CONFIG = ModelConfig(
-    model_type="qwen2",
-    vocab_size=32,
-    hidden_size=HIDDEN,
-    intermediate_size=24,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-    qkv_bias=False,
-)
+CONFIG = TINY.replace(tie_word_embeddings=True, qkv_bias=False)
 
 
 def backward(remat):

@@ -3,27 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny import TINY
 
-from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.models import CausalLM
 from logra_jax.optim import DEFAULT_TARGETS, SketchSpec, merge, sketched_value_and_grad, with_slots
 from logra_jax.optim.twin import signs
 
-CONFIG = ModelConfig(
-    model_type="qwen2",
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-    qkv_bias=True,
-)
-MODEL = CausalLM(CONFIG, scan_unroll=1)
+MODEL = CausalLM(TINY, scan_unroll=1)
 IDS = np.random.default_rng(5).integers(0, 32, (2, 7), dtype=np.int32)
 SPEC = SketchSpec(rank=4, seed=9, targets=(*DEFAULT_TARGETS, r"^lm_head\.weight$"), names=MODEL.weight_names())
 

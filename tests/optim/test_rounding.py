@@ -51,10 +51,10 @@ def neighbours(x):
 
 def expected_words(seed, update, name, count):
     """The lower halves of each block's two words, xored."""
-    numbers = np.arange(count, dtype=np.uint32)
+    numbers = np.arange(count, dtype=np.int32)
     weight = twin.fold_in(twin.weight_key(seed, update, name), 1)
-    x, y = twin.threefry2x32(weight, np.zeros(count, np.uint32), numbers)
-    return (x ^ y) & np.uint32(0xFFFF)
+    x, y = twin.threefry2x32(weight, np.zeros(count, np.int32), numbers)
+    return (x ^ y).view(np.uint32) & np.uint32(0xFFFF)
 
 
 def test_every_bit_follows_from_seed_update_name_and_element() -> None:

@@ -55,3 +55,22 @@ def test_twin_needs_no_jax() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda c: f"{c['name']}-{c['update']}")
+def test_torch_draws_the_same(case: dict) -> None:
+    torch = pytest.importorskip("torch")
+    got = twin.signs(case["seed"], case["update"], case["name"], case["r"], case["d_in"], xp=torch)
+    assert got.dtype == torch.int8
+    assert hashlib.sha256(got.contiguous().numpy().tobytes()).hexdigest() == case["signs_sha256"]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("columns", [(0, 32), (5, 6), (31, 33), (64, 100), (7, 100), (0, 100)])
+def test_a_block_of_columns_is_drawn_by_itself(library: str, columns: tuple[int, int]) -> None:
+    xp = pytest.importorskip(library)
+    got = twin.signs(2**32 - 1, 3, "a.weight", 5, 100, columns, xp=xp)
+    key = jax.random.fold_in(jax.random.key(np.uint32(2**32 - 1), impl="threefry2x32"), 3)
+    words = np.asarray(jax.random.bits(jax.random.fold_in(key, np.uint32(name_hash("a.weight"))), (5, 4), jnp.uint32))
+    expected = [[1 if words[i, j // 32] >> (j % 32) & 1 else -1 for j in range(*columns)] for i in range(5)]
+    np.testing.assert_array_equal(np.asarray(got), expected)

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from tiny import TINY
 
 from logra_jax.errors import UserError
-from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.models import CausalLM
 from logra_jax.rl.evaluate import evaluate, pass_at_k
 from logra_jax.rl.rollout import Rollout, Sampler
 
@@ -132,11 +133,16 @@ def test_bad_input():
 
 
 def test_batches_do_not_change_what_is_sampled():
-    config = ModelConfig(
-        model_type="qwen2", vocab_size=12, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4,
-        max_position_embeddings=32, tie_word_embeddings=True, qkv_bias=True,
-    )  # fmt: skip
+    config = TINY.replace(
+        vocab_size=12,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )
     model = CausalLM(config)
     params = model.init_params(jax.random.key(0))
     sampler = Sampler(model, max_new_tokens=4, end_ids=(END,), vocab_size=10, pad_id=0, temperature=1.0)

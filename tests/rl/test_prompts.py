@@ -161,6 +161,27 @@ def test_bad_rows_are_named_by_file_and_line(jsonl, tokenizer, content, message)
         load(jsonl(content), tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "beside", "what"),
+    [
+        (
+            [{"type": "text", "text": "Name it."}, {"type": "image_url", "image_url": {"url": "a.png"}}],
+            {},
+            "'image_url'",
+        ),
+        ([{"type": "video", "video": "a.mp4"}], {}, "'video'"),
+        ([{"image": "a.png"}], {}, "'image'"),
+        ("Name it.", {"images": ["a.png"]}, "column 'images'"),
+    ],
+)
+def test_prompts_with_images_are_refused(jsonl, tokenizer, prompt, beside, what):
+    plain = {"prompt": [{"role": "user", "content": "a"}], "answer": "1", "images": []}
+    row = plain | {"prompt": [{"role": "user", "content": prompt}]} | beside
+    path = jsonl(json.dumps(plain) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=rf"data\.jsonl: line 2: .*{what}.*only text is supported"):
+        load(path, tokenizer, template="chat")
+
+
 def test_messages_do_not_repeat_the_row(jsonl, tokenizer):
     with pytest.raises(UserError) as caught:
         load(jsonl('{"prompt":"a","answer":"1"}\n{"prompt":"secret word" oops}\n'), tokenizer)

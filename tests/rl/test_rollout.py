@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import TINY
 
 from logra_jax.errors import UserError
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
-from logra_jax.models import CausalLM, ModelConfig, load_hf
+from logra_jax.models import CausalLM, load_hf
 from logra_jax.rl import rollout as module
 from logra_jax.rl.loss import token_logprobs
 from logra_jax.rl.rollout import (
@@ -23,8 +24,7 @@ FIELDS = ("tokens", "lengths", "logprobs", "stopped")
 
 
 def make_model(table=TABLE):
-    config = ModelConfig(
-        model_type="qwen2",
+    config = TINY.replace(
         vocab_size=table,
         hidden_size=32,
         intermediate_size=48,
@@ -32,11 +32,6 @@ def make_model(table=TABLE):
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        qkv_bias=True,
         initializer_range=0.3,
     )
     return CausalLM(config)

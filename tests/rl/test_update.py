@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import TINY
 
 from logra_jax import optim
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
-from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.models import CausalLM
 from logra_jax.optim import twin
 from logra_jax.rl.batch import Batch
 from logra_jax.rl.loss import LossSettings
@@ -20,16 +21,11 @@ from logra_jax.rl.rollout import attention_mask
 from logra_jax.rl.update import TrainState, make_update
 
 PROMPT, NEW, VOCAB, ROWS, RANK, SEED, TEMPERATURE = 5, 7, 30, 8, 4, 3, 0.8
-CONFIG = {
-    "model_type": "qwen2", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "max_position_embeddings": 64, "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model():
-    return CausalLM(ModelConfig.from_hf(CONFIG, where="test"), scan_unroll=1)  # compiles faster
+    return CausalLM(TINY.replace(tie_word_embeddings=True), scan_unroll=1)  # compiles faster
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +145,8 @@ def expected_sketches(model, params, batch):
     dense = by_path(jax.grad(reference_loss)(params, model, batch))
     names = model.weight_names()
     targets = [path for path in names if path.endswith("_proj/kernel")]
-    return {
-        path: np.stack(
-            [twin_projection(name, g.shape[0]) @ g for name, g in zip(names[path], dense[path], strict=True)]
-        )
-        for path in targets
-    }
+    project = lambda name, g: twin_projection(name, g.shape[0]) @ g
+    return {path: np.stack(list(map(project, names[path], dense[path]))) for path in targets}
 
 
 def assert_same_sketches(found, expected):
@@ -386,9 +378,8 @@ def test_old_and_reference_policies_enter_the_loss(model, policy, params, spec):
     """Second update of a batch: ratio, clip share and both divergences against their definitions."""
     batch = make_batch()
     shifted = jax.tree.map(lambda leaf: leaf * 1.2, params)
-    split = lambda tree: spec.split(tree)
-    score = make_score(policy, 4)
-    old, ref = score(*split(shifted), batch), score(*split(jax.tree.map(lambda x: x * 0.9, params)), batch)
+    score = lambda tree: make_score(policy, 4)(*spec.split(tree), batch)
+    old, ref = score(shifted), score(jax.tree.map(lambda leaf: leaf * 0.9, params))
     logprobs, counted = reference_logprobs(model, params, batch)
     expected_old, _ = reference_logprobs(model, shifted, batch)
     np.testing.assert_allclose(np.asarray(old)[counted], np.asarray(expected_old)[counted], rtol=0, atol=1e-5)

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny import TINY
 
 from logra_jax import optim
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
-from logra_jax.models import CausalLM, ModelConfig
+from logra_jax.models import CausalLM
 from logra_jax.rl.batch import Batch
 from logra_jax.rl.loss import LossSettings, policy_loss, token_weights
 from logra_jax.rl.packing import Packing, pack, read_slots
@@ -17,11 +18,6 @@ from logra_jax.rl.rollout import completion_mask
 from logra_jax.rl.update import TrainState, make_update
 
 PROMPT, NEW, VOCAB, ROWS = 5, 7, 30, 8
-CONFIG = {  # tied, with biases
-    "model_type": "qwen2", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "max_position_embeddings": 64, "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
 EVERYTHING = LossSettings("sequence", clip_low=0.05, clip_high=0.05, importance_cap=1.2, reference_kl=0.3)
 
 
@@ -34,7 +30,9 @@ def compiled_quickly():
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(CausalLM(ModelConfig.from_hf(CONFIG, where="test"), scan_unroll=1), VOCAB, 0.8, PROMPT)
+    return Policy(
+        CausalLM(TINY.replace(num_hidden_layers=2, tie_word_embeddings=True), scan_unroll=1), VOCAB, 0.8, PROMPT
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,90 @@
+"""Starting and stopping a server, with a stand-in for the interpreter of its environment."""
+
+import socket
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from logra_jax.errors import UserError
+from logra_jax.sync.server import EXTENSION, Server, command
+
+STAND_IN = f"""#!{sys.executable}
+import http.server, os, sys
+print(*sys.argv[1:], flush=True)
+print(os.environ["VLLM_SERVER_DEV_MODE"], os.environ["MINE"], os.environ.get("JAX_PLATFORMS"), flush=True)
+shown = os.environ["PYTHONPATH"]
+print(sorted(os.listdir(shown)), os.path.realpath(shown + "/logra_jax"), flush=True)
+if "die" in sys.argv:
+    sys.exit("ValueError: not such a model")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Makes a server that has the stand-in for its interpreter."""
+    (tmp_path / "python").write_text(STAND_IN)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def make(**options) -> Server:
+        settings = {"variables": {"MINE": "1"}, "start_seconds": 30.0} | options
+        return Server(tmp_path / "python", tmp_path / "model", tmp_path / "log", **settings)
+
+    return make
+
+
+def test_runs_inside_the_context_alone(start) -> None:
+    with start(options={"more": ["--enforce-eager"], "dtype": "float32"}) as server:
+        server.check()
+        assert server.client.healthy()
+        process = server._process
+        package = Path(server._package.name)
+    assert process.returncode is not None
+    assert not server.client.healthy()
+    assert not package.exists()
+    server.stop()  # once more does no harm
+    line, variables, shown = server.log.read_text().splitlines()[:3]
+    assert line.startswith("-m vllm.entrypoints.openai.api_server --enable-scale-out --model /")
+    assert line.endswith("--enforce-eager")
+    assert variables == "1 1 None"
+    assert shown == f"['logra_jax'] {Path(__file__).parents[2] / 'logra_jax'}"
+
+
+def test_a_server_that_ends_is_quoted(start) -> None:
+    with pytest.raises(UserError, match=r"ended with code 1 before it answered; see .*\nValueError: not such a model"):
+        start(options={"more": ["die"]}).__enter__()
+
+
+def test_a_port_in_use_is_named(start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1 cannot be used.*give another"):
+            start(port=port)
+
+
+def test_bad_paths_are_named(start, tmp_path) -> None:
+    with pytest.raises(UserError, match="name the python of an environment with vLLM"):
+        Server(tmp_path / "nothing", tmp_path / "model", tmp_path / "log")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        Server(sys.executable, tmp_path, tmp_path / "log")
+
+
+def test_what_the_client_relies_on_is_asked_for() -> None:
+    line = command("python", "folder", 8000, tensor_parallel=2, max_length=512)
+    pairs = dict(pairwise(line))
+    assert pairs["--logprobs-mode"] == "processed_logprobs"
+    assert pairs["--generation-config"] == "vllm"
+    assert pairs["--worker-extension-cls"] == EXTENSION
+    assert (pairs["--host"], pairs["--tensor-parallel-size"], pairs["--max-model-len"]) == ("127.0.0.1", "2", "512")
