@@ -75,7 +75,10 @@ def choose_attention(config: Config, shape: ModelConfig, device: Any) -> str:
 
 def check_split(config: Config, fsdp: int) -> None:
     """Refuse numbers of rows that the devices cannot share evenly. Raises UserError."""
-    for name, count in (("rollout.prompts", config.rollout.prompts), ("loss.micro_batch", config.loss.micro_batch)):
+    rollout, micro = config.rollout, config.loss.micro_batch
+    for name, count in (
+        ("rollout.prompts", rollout.prompts), ("rollout.slots", rollout.slots), ("loss.micro_batch", micro)
+    ):  # fmt: skip
         if count % fsdp:
             divisors = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
             raise UserError(
@@ -263,6 +266,8 @@ def make_sampler(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        slots=config.rollout.slots,
+        cache_dtype=config.rollout.cache_dtype,
     )
 
 

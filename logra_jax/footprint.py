@@ -22,6 +22,7 @@ from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig
 from logra_jax.rl.batch import Batch
 from logra_jax.rl.policy import Policy
+from logra_jax.rl.refill import refill_group
 from logra_jax.rules import idle, reset
 
 Tree = Any
@@ -184,10 +185,16 @@ class Parts:
         return 4 * numbers // self.mesh.size
 
     def kv_cache(self) -> int:
-        """Bytes of the keys and values of one device's rows at full length."""
-        rows = self.config.rollout.rows // self.mesh.shape["fsdp"]
-        cache = jax.eval_shape(lambda: self.model.init_cache(rows, sum(self._widths)))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.k, cache.v))
+        """Bytes of the keys and values of one device's rows in flight at full length, and of prompts that wait."""
+        settings, fsdp, (prompt, answer) = self.config.rollout, self.mesh.shape["fsdp"], self._widths
+        rows = (settings.slots or settings.rows) // fsdp
+
+        def size(rows: int, slots: int) -> int:
+            cache = jax.eval_shape(lambda: self.model.init_cache(rows, slots, settings.cache_dtype))
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.k, cache.v))
+
+        waiting = refill_group(rows, settings.prompts // fsdp, settings.generations) if settings.slots else 0
+        return size(rows, prompt + answer) + size(waiting, prompt)
 
 
 def attention_workspace(config: Config, shape: ModelConfig, fsdp: int) -> int:

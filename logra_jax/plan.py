@@ -276,6 +276,7 @@ def remedies(name: str, part: str | None, config: Config, count: int) -> str:
         if config.rollout.generations > 1:
             changes.append(f"rollout.generations={config.rollout.generations}")
         changes.append(f"rollout.max_new_tokens={config.rollout.max_new_tokens}")
+        changes.append(f"rollout.slots={config.rollout.slots or config.rollout.rows}")
     if part in ("temporaries of the update", None):
         longest = config.data.max_prompt_length + config.rollout.max_new_tokens
         if config.loss.token_budget:

@@ -28,6 +28,11 @@ def check(config: Config) -> None:
             f"loss.micro_batch={loss.micro_batch} does not divide the {rollout.rows} answers of an update "
             f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations})"
         )
+    if rollout.slots > rollout.rows:
+        raise UserError(
+            f"rollout.slots={rollout.slots} is more than the {rollout.rows} answers of an update "
+            f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations}): lower it, or set 0"
+        )
     _check_token_budget(config)
     for key, used, count in (
         ("probe_responses", kl.control, kl.probe_responses),

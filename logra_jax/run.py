@@ -14,6 +14,7 @@ from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardi
 from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
 from logra_jax.rl.batch import Batch
+from logra_jax.rl.engine import Engine, JaxEngine
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate
 from logra_jax.rl.kl import draw_probe
 from logra_jax.rl.packing import Packing, pack
@@ -75,7 +76,8 @@ class Evaluator:
 
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
         """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
-        return build.make_sampler(self.config, self.model, self.vocab_size, temperature, top_p, top_k)
+        on_mesh = self.model.replace(mesh=self.mesh)
+        return build.make_sampler(self.config, on_mesh, self.vocab_size, temperature, top_p, top_k)
 
     def evaluate(self, params: Tree) -> Evaluation:
         """Accuracy and its kin on the held-out prompts, under the same noise at every call."""
@@ -149,7 +151,7 @@ class Run(Evaluator):
         self.abstract_state, self.state_shardings = build.state_layout(self.tx, train, self.everywhere, self.rounding)
         # The reference is copied because the first update writes over the weights that it would share.
         self.reference = jax.tree.map(jnp.copy, self._split(self.weights)[0]) if loss.reference_kl else None
-        self.sampler = self.make_sampler(rollout.temperature, rollout.top_p, rollout.top_k)
+        self.engine: Engine = JaxEngine(self.make_sampler(rollout.temperature, rollout.top_p, rollout.top_k))
         on_mesh = self.model.replace(mesh=self.mesh)
         policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])
         self._score = make_score(policy, loss.micro_batch)
@@ -194,8 +196,8 @@ class Run(Evaluator):
     def sample(self, state: TrainState, prompts: PromptSet, update: int) -> Rollout:
         """Answers to a batch of prompts under the present policy, N = prompts x generations rows."""
         place = partial(place_array, sharding=self.rows_sharding)
-        return self.sampler.generate(
-            self.params(state),
+        self.engine.sync(self.params(state), version=update)
+        return self.engine.generate(
             place(prompts.tokens),
             place(prompts.lengths),
             place(prompts.ids),

@@ -87,6 +87,16 @@ class Rollout:
     temperature: float = _f(1.0, "sampling temperature", "(0, inf)")
     top_k: int = _f(0, "sample from the k likeliest tokens only; 0: all", "[0, inf)")
     top_p: float = _f(1.0, "sample from the likeliest tokens of this total probability", "(0, 1]")
+    engine: Literal["jax"] = _f("jax", "what samples: jax, on the devices that train")
+    slots: int = _f(
+        0,
+        "answers sampled at a time, with memory for their keys and values: when one ends, the next that waits takes "
+        "its place; 0: all",
+        "[0, inf)",
+    )
+    cache_dtype: Literal["float32", "bfloat16"] | None = _f(
+        None, "number format of the keys and values of sampling; null: model.compute_dtype"
+    )
 
     @property
     def rows(self) -> int:

@@ -25,7 +25,7 @@ from logra_jax.models.block import DecoderLayer
 from logra_jax.models.cache import Cache, LayerCache
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.flash import Front
-from logra_jax.models.layers import Embedding, Linear, RMSNorm, Sight, rope_angles
+from logra_jax.models.layers import Embedding, Linear, RMSNorm, Rope, Sight, rope_angles
 from logra_jax.models.names import name_table
 from logra_jax.models.remat import LAYER_INPUT, REMAT, rematerialized
 
@@ -127,7 +127,7 @@ class CausalLM:
     ) -> jax.Array: ...
     @overload
     def hidden(
-        self, params: Params, input_ids: Any, attention_mask: Any = ..., *, cache: Cache
+        self, params: Params, input_ids: Any, attention_mask: Any = ..., *, cache: Cache, reach: int | None = ...
     ) -> tuple[jax.Array, Cache]: ...
     def hidden(
         self,
@@ -143,10 +143,12 @@ class CausalLM:
         attention_mask: 1 or True at real tokens (default: all are real); padding may be on either side and
             the states at padding mean nothing. A token's position is the number of real tokens before it.
         cache: keys and values of earlier tokens. The new tokens are written at slots `cache.slot` onwards,
-            attend to all earlier valid slots, and the result is `(hidden, new cache)`.
+            attend to all earlier valid slots, and the result is `(hidden, new cache)`. A single token attends to
+            all valid slots: its own need not be the last of them.
         segments: for rows of several texts, instead of mask and cache: a number above 0 at the tokens of each text,
             which lie next to each other, and 0 at padding. Texts do not see each other, and each starts at position 0.
-        reach: tokens of the longest text, if segments are given: attention then looks no further.
+        reach: tokens of the longest text, if segments are given: attention then looks no further. With a cache, how
+            many of its slots are looked at, the first of them; a cache in parts has to have a part that ends there.
         """
         batch, time = input_ids.shape
         if segments is not None:
@@ -169,6 +171,7 @@ class CausalLM:
             if time > slots:
                 raise ValueError(f"{time} new tokens do not fit a cache of {slots} slots")
             valid = jax.lax.dynamic_update_slice(cache.valid, real, (jnp.zeros_like(offset), offset))
+            whole = valid
             positions = jnp.maximum(counted + cache.lengths[:, None] - 1, 0)
             first = jnp.zeros((), jnp.int32)
             hybrid = {} if cache.state is None else {"window": cache.window, "state": cache.state, "linear": first}
@@ -176,17 +179,19 @@ class CausalLM:
 
         graphs = _parts(self.config, self.mesh).graphs
         x = nnx.merge(graphs["embed_tokens"], params["embed_tokens"])(jnp.asarray(input_ids), self.compute_dtype)
+        if cache is not None and reach is not None:
+            valid, reach = valid[:, :reach], None
         sight = Sight(valid, offset, segments, reach, lengths=None if front is None else front.lengths)
         x, kv = self._layers(params["layers"], x, positions, sight, kv)
         x = nnx.merge(graphs["norm"], params["norm"])(x)
         if cache is None or kv is None:
             return x if front is None else constrain(front.back(x), self.mesh, "batch", None, None)
         lengths, slot = cache.lengths + counted[:, -1], cache.slot + time
-        return x, Cache(kv.k, kv.v, valid, lengths, slot, kv.window, kv.state)
+        return x, Cache(kv.k, kv.v, whole, lengths, slot, kv.window, kv.state)
 
     def _layers(
         self,
-        params: Params,
+        params: Any,
         x: Float[Array, "batch time d"],
         positions: Int[Array, "batch time"],
         sight: Sight,
@@ -198,12 +203,9 @@ class CausalLM:
         """
         graphs, every = _parts(self.config, self.mesh).graphs, self.config.full_attention_interval
         rope = rope_angles(positions, self.config, self.compute_dtype)
-        groups = self.config.num_hidden_layers // every
-        unroll = self.scan_unroll
-        if unroll is None:
-            short = jax.default_backend() == "cpu" and self.config.num_hidden_layers <= UNROLLED_LAYERS_ON_CPU
-            unroll = groups if short else 1
-        unroll = min(unroll, groups)
+        if isinstance(params, tuple):
+            return self._layers_apart(params, x, rope, sight, kv)
+        groups, unroll = self._groups, self._unroll
 
         def layer(full: bool, carry: State, values: Params, at: tuple[Any, Any] | None = None) -> State:
             # A layer is cut out under the policy: what is cut out before would be kept for the backward pass, which
@@ -230,6 +232,54 @@ class CausalLM:
         carry, _ = jax.lax.scan(group, (x, kv), jnp.arange(groups), unroll=unroll)
         return carry
 
+    def _layers_apart(
+        self, layers: tuple[Params, ...], x: Float[Array, "batch time d"], rope: Rope, sight: Sight, kv: Any
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """The layers one after the other, each with parameters and a cache of its own; see `apart`."""
+        graphs, full_layers = _parts(self.config, self.mesh).graphs, set(self.config.full_layers)
+        names = {True: ("k", "v"), False: ("window", "state")}
+        stacks = {} if kv is None else {name: list(getattr(kv, name) or ()) for name in (*names[True], *names[False])}
+        done = {True: 0, False: 0}
+        for number, own in enumerate(layers):
+            full = number in full_layers
+            module, place = nnx.merge(graphs["layers" if full else LINEAR_LAYERS], own), done[full]
+            one = kv and kv._replace(**{name: stacks[name][place] for name in names[full]}, layer=None, linear=None)
+            x, one = module(x, rope, sight, one)
+            for name in names[full] if one is not None else ():
+                stacks[name][place] = getattr(one, name)
+            done[full] += 1
+        return x, kv and kv._replace(**{name: found or None for name, found in stacks.items()})
+
+    @property
+    def _groups(self) -> int:
+        return self.config.num_hidden_layers // self.config.full_attention_interval
+
+    @property
+    def _unroll(self) -> int:
+        """Groups of layers per turn of the layer loop."""
+        short = jax.default_backend() == "cpu" and self.config.num_hidden_layers <= UNROLLED_LAYERS_ON_CPU
+        return min(self.scan_unroll or (self._groups if short else 1), self._groups)
+
+    @property
+    def _written_out(self) -> bool:
+        return self._unroll == self._groups
+
+    def apart(self, params: Params) -> Params:
+        """`params` with a tuple of layers for the stack of them, if the layer loop is written out; else unchanged.
+
+        For programs with many passes of few tokens and nothing to differentiate, where cutting the layers out of the
+        stacks would cost as much as what is done with them. The cache has to be `init_cache(..., apart=True)`.
+        """
+        every, count, stacked = self.config.full_attention_interval, self.config.num_hidden_layers, params["layers"]
+        if not self._written_out:
+            return params
+        if self.config.linear_attention is None:
+            layers = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count))
+        else:
+            full = set(self.config.full_layers)
+            layers = tuple(_layer_of_group(stacked, i in full, divmod(i, every)) for i in range(count))
+        return params | {"layers": layers}
+
     def logits(
         self,
         params: Params,
@@ -245,23 +295,41 @@ class CausalLM:
             return params["embed_tokens"]["embedding"].T
         return params["lm_head"]["kernel"]
 
-    def init_cache(self, batch: int, length: int, dtype: Any = None) -> Cache:
-        """An empty cache of `length` slots, for prompt and new tokens; `dtype`: by default compute_dtype."""
+    def init_cache(self, batch: int, length: int | tuple[int, ...], dtype: Any = None, apart: bool = False) -> Cache:
+        """An empty cache of `length` slots, for prompt and new tokens; several lengths are those of its parts.
+
+        dtype: by default compute_dtype; S of linear attention is float32 anyway. apart: for parameters that went
+        through `apart`.
+        """
         c, linear = self.config, self.config.linear_attention
         kept = jnp.dtype(self.compute_dtype if dtype is None else dtype)
-        shape = (len(c.full_layers), batch, length, c.num_key_value_heads, c.head_dim)
-        count, window, state = len(c.linear_layers), None, None
-        if linear is not None:
-            window = jnp.zeros((count, batch, linear.conv_width - 1, linear.channels), kept)
-            state = jnp.zeros((count, batch, linear.value_heads, linear.key_dim, linear.value_dim), jnp.float32)
-        return Cache(
-            k=jnp.zeros(shape, kept),
-            v=jnp.zeros(shape, kept),
-            valid=jnp.zeros((batch, length), jnp.bool_),
+
+        def zeros(count: int, *shape: int, axes: tuple[str | None, ...], kind: Any = kept) -> Any:
+            if apart and self._written_out:
+                return [constrain(jnp.zeros(shape, kind), self.mesh, *axes) for _ in range(count)]
+            return constrain(jnp.zeros((count, *shape), kind), self.mesh, None, *axes)
+
+        def keys() -> Any:
+            one = partial(zeros, len(c.full_layers), axes=("batch", "kv_heads", None, None))
+            shape = lambda slots: (batch, c.num_key_value_heads, slots, c.head_dim)
+            if isinstance(length, int):
+                return one(*shape(length))
+            parts = [one(*shape(slots)) for slots in length]
+            return [tuple(own) for own in zip(*parts, strict=True)] if isinstance(parts[0], list) else tuple(parts)
+
+        cache = Cache(
+            k=keys(),
+            v=keys(),
+            valid=jnp.zeros((batch, length if isinstance(length, int) else sum(length)), jnp.bool_),
             lengths=jnp.zeros((batch,), jnp.int32),
             slot=jnp.zeros((), jnp.int32),
-            window=window,
-            state=state,
+        )
+        if linear is None:
+            return cache
+        fill, heads = partial(zeros, len(c.linear_layers), batch), (linear.key_dim, linear.value_dim)
+        return cache._replace(
+            window=fill(linear.conv_width - 1, linear.channels, axes=("batch", None, "q_heads")),
+            state=fill(linear.value_heads, *heads, axes=("batch", "q_heads", None, None), kind=jnp.float32),
         )
 
     def abstract_params(self, dtype: Any = "float32") -> Params:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -165,6 +166,24 @@ def attend(
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
 
 
+def attend_from_one(
+    q: Float[Array, "batch one heads head_dim"],
+    k: list[Array],
+    v: list[Array],
+    valid: Bool[Array, "batch slots"],
+) -> Float[Array, "batch one heads head_dim"]:
+    """`attend` of a row's newest token to all of its slots, on parts of keys and values as a cache holds them."""
+    batch, head_dim = q.shape[0], q.shape[-1]
+    grouped = q.reshape(batch, k[0].shape[1], -1, head_dim)
+    products = [jnp.einsum("bkgh,bksh->bkgs", grouped, part, preferred_element_type=jnp.float32) for part in k]
+    scores = jnp.concatenate(products, axis=-1) * head_dim**-0.5
+    scores = jnp.where(valid[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    ends = np.cumsum([part.shape[2] for part in v])[:-1]
+    mixed = [jnp.einsum("bkgs,bksh->bkgh", w, x) for w, x in zip(jnp.split(weights, ends, axis=-1), v, strict=True)]
+    return sum(mixed[1:], mixed[0]).reshape(q.shape)
+
+
 def attend_in_blocks(
     q: Float[Array, "batch time heads head_dim"],
     k: Float[Array, "batch slots kv_heads head_dim"],
@@ -238,8 +257,11 @@ class Attention(nnx.Module):
         q, k = rotate(q, rope), rotate(k, rope)
         if kv is not None:
             kv = kv.write(k, v)
-            k, v = kv.read(x.dtype)
-        if sight.lengths is None:
+            parts = kv.read(x.dtype, sight.valid.shape[1])
+            k, v = (part[0].swapaxes(1, 2) for part in parts)
+        if kv is not None and x.shape[1] == 1:
+            mixed = attend_from_one(q, *parts, sight.valid)
+        elif sight.lengths is None:
             mixed = attend_in_blocks(q, k, v, sight)
         else:
             mixed = attend_to_front(q, k, v, sight.lengths)

@@ -16,9 +16,10 @@ import numpy as np
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.errors import UserError
-from logra_jax.models.cache import Cache
-from logra_jax.models.decoder import CausalLM
+from logra_jax.models.decoder import CausalLM, check_dtype
+from logra_jax.rl.decoding import Decoder, Requests, repeat
 from logra_jax.rl.loss import LOGIT_FLOOR, scaled_logits
+from logra_jax.rl.refill import Refill
 
 TOP_P_ROUNDING = 1e-6  # a float32 sum this close below top_p has reached it
 
@@ -92,8 +93,9 @@ class Sampler:
     ids from it on (padding of the embedding table) are never sampled, and the distribution is over the ids
     below it. pad_id: fills the columns past a completion's end. temperature: divides the logits; 0 takes the
     likeliest token, without dividing, and its log-probability at temperature 1. greedy: the likeliest token
-    at any temperature. top_k, top_p: see `kept_tokens`; 0 or None is off, as is 1 for top_p. Raises UserError
-    for values out of range.
+    at any temperature. top_k, top_p: see `kept_tokens`; 0 or None is off, as is 1 for top_p. slots: rows that are
+    sampled at a time, and have a cache; 0 or None for all. cache_dtype: of keys and values, by default the model's
+    compute dtype. Raises UserError for values out of range.
     """
 
     model: CausalLM
@@ -106,6 +108,8 @@ class Sampler:
     top_k: int | None = 0
     top_p: float | None = 1.0
     greedy: bool = False
+    slots: int | None = 0
+    cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         table = self.model.config.vocab_size
@@ -124,11 +128,16 @@ class Sampler:
             raise UserError(f"top_k is {self.top_k}: give a count, or 0 for no limit")
         if self.top_p is not None and not 0.0 <= self.top_p <= 1.0:
             raise UserError(f"top_p is {self.top_p}: give a share between 0 and 1 (1 for no limit)")
+        if self.slots is not None and self.slots < 0:
+            raise UserError(f"slots is {self.slots}: give a count of rows, or 0 for all")
+        if self.cache_dtype is not None:
+            check_dtype("cache_dtype", self.cache_dtype)
         # The settings in one form each, so that equal samplers compare equal and compile once.
         for name, value in (
             ("end_ids", tuple(sorted({int(i) for i in self.end_ids}))),
             ("top_k", self.top_k or 0),
             ("top_p", self.top_p or 1.0),
+            ("slots", self.slots or 0),
             ("greedy", self.greedy or self.temperature == 0.0),
             ("temperature", float(self.temperature) or 1.0),
         ):
@@ -143,30 +152,22 @@ class Sampler:
         n: int,
         seed: int,
         update: int,
+        limits: Int[np.ndarray, " n"] | Int[Array, " n"] | None = None,
     ) -> Rollout:
         """n completions of each prompt: prompt_tokens int32 [B, P] left-padded, lengths and ids int32 [B].
 
         The noise of a token depends on (seed, update, prompt id, sample, position of the token in its text)
         alone: not on the other rows, their order, the padding, n, or the devices. A prompt that stands in the
         batch again counts its samples on from n, or its answers would be copies. seed and update lie in [0,
-        2^32). Compiles once per shape of the batch and n; params, seed and update are arguments of the
-        program.
+        2^32). limits: int32 [B * n], the most tokens of each row, at least 1; max_new_tokens is a limit too.
+        Compiles once per shape of the batch and n; params, seed, update and limits are arguments of the program.
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, not {n}")
         numbers = np.asarray([seed, update], np.uint32)
-        return _generate(self, params, prompt_tokens, prompt_lengths, prompt_ids, numbers, n)
-
-
-class _Decoding(NamedTuple):
-    """Carry of the decoding loop: `time` tokens of every row are in `tokens` [N, C], `newest` is the last."""
-
-    time: Int[Array, ""]
-    newest: Int[Array, " n"]
-    done: Bool[Array, " n"]
-    tokens: Int[Array, "n c"]
-    logprobs: Float[Array, "n c"]
-    cache: Cache
+        if limits is None:
+            limits = np.full(len(prompt_tokens) * n, self.max_new_tokens, np.int32)
+        return _generate(self, params, prompt_tokens, prompt_lengths, prompt_ids, numbers, n, limits)
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "n"))
@@ -178,58 +179,35 @@ def _generate(
     prompt_ids: Int[Array, " b"],
     numbers: Any,
     n: int,
+    limits: Int[Array, " n"],
 ) -> Rollout:
-    batch, prompt_width = prompt_tokens.shape
-    rows, width = batch * n, sampler.max_new_tokens
-    model = sampler.model.replace(remat="none")
+    model, limits = sampler.model.replace(remat="none"), jnp.clip(limits, 1, sampler.max_new_tokens)
     head = model.head(params)[:, : sampler.vocab_size]
-    lengths = _repeat(prompt_lengths, n, 0)
-    row_keys = _row_keys(numbers, prompt_ids, n)
-
-    def record(state: _Decoding, hidden: Float[Array, "n d"]) -> _Decoding:
-        """Draw the next token of every row from the hidden states before it, and write it down."""
-        keys = jax.vmap(jax.random.fold_in)(row_keys, lengths + state.time)
-        token, logprob = _draw(sampler, scaled_logits(hidden, head, sampler.temperature), keys)
-        token = jnp.where(state.done, sampler.pad_id, token)
-        logprob = jnp.where(state.done, 0.0, logprob)
-        at = (0, state.time)
-        return _Decoding(
-            time=state.time + 1,
-            newest=token,
-            done=state.done | _is_end(token, sampler.end_ids),
-            tokens=jax.lax.dynamic_update_slice(state.tokens, token[:, None], at),
-            logprobs=jax.lax.dynamic_update_slice(state.logprobs, logprob[:, None], at),
-            cache=state.cache,
-        )
-
-    def unfinished(state: _Decoding) -> Bool[Array, ""]:
-        return (state.time < width) & ~jnp.all(state.done)
-
-    def step(state: _Decoding) -> _Decoding:
-        hidden, cache = model.hidden(params, state.newest[:, None], cache=state.cache)
-        return record(state._replace(cache=cache), hidden[:, 0])
-
-    # The prompt runs once per prompt, through a cache of its own width: its attention then is P x P, not P x
-    # (P + C).
-    real = jnp.arange(prompt_width)[None, :] >= prompt_width - prompt_lengths[:, None]
-    hidden, cache = model.hidden(params, prompt_tokens, real, cache=model.init_cache(batch, prompt_width))
-    start = _Decoding(
-        time=jnp.zeros((), jnp.int32),
-        newest=jnp.zeros((rows,), jnp.int32),
-        done=jnp.zeros((rows,), jnp.bool_),
-        tokens=jnp.full((rows, width), sampler.pad_id, jnp.int32),
-        logprobs=jnp.zeros((rows, width), jnp.float32),
-        cache=_widen(cache, n, width),
+    decoder = Decoder(
+        model,
+        model.apart(params),
+        draw=lambda hidden, keys: _draw(sampler, scaled_logits(hidden, head, sampler.temperature), keys),
+        is_end=lambda tokens: _is_end(tokens, sampler.end_ids),
+        pad_id=sampler.pad_id,
+        width=sampler.max_new_tokens,
+        cache_dtype=sampler.cache_dtype,
     )
-    end = jax.lax.while_loop(unfinished, step, record(start, _repeat(hidden[:, -1], n, 0)))
-
-    completion, stopped = completion_lengths(end.tokens, sampler.end_ids)
+    requests = Requests(prompt_tokens, prompt_lengths, _row_keys(numbers, prompt_ids, n), limits)
+    slots = sampler.slots or len(limits)
+    if slots < len(limits):
+        # Without a mesh that says so, nothing is known of where rows lie.
+        lanes = 1 if model.mesh is None else model.mesh.shape["fsdp"]
+        shared = slots % lanes == 0 and len(prompt_tokens) % lanes == 0
+        tokens, logprobs = Refill(decoder, requests, n, slots, lanes if shared else 1).run()
+    else:
+        tokens, logprobs = decoder.together(requests, n)
+    lengths, stopped = completion_lengths(tokens, sampler.end_ids)
     return Rollout(
-        tokens=jnp.concatenate([_repeat(prompt_tokens, n, 0), end.tokens], axis=1),
-        prompt_lengths=lengths,
-        lengths=completion,
-        logprobs=end.logprobs,
-        stopped=stopped,
+        tokens=jnp.concatenate([repeat(prompt_tokens, n, 0), tokens], axis=1),
+        prompt_lengths=repeat(prompt_lengths, n, 0),
+        lengths=jnp.minimum(lengths, limits),
+        logprobs=logprobs,
+        stopped=stopped & (lengths <= limits),  # what lies behind the limit is padding, which may look like an end
     )
 
 
@@ -251,29 +229,13 @@ def _draw(sampler: Sampler, logits: Float[Array, "n v"], keys: Any) -> tuple[Int
         score = logits + noise
         if sampler.top_k or sampler.top_p != 1.0:
             score = jnp.where(kept_tokens(logits, sampler.top_k, sampler.top_p), score, -jnp.inf)
-    token = jnp.argmax(score, axis=1).astype(jnp.int32)
+    # Not `argmax`, which takes ten times as long on a CPU. Of equal scores the lower id, as there.
+    ids = jnp.arange(score.shape[1], dtype=jnp.int32)[None]
+    best = jnp.min(jnp.where(score == jnp.max(score, axis=1, keepdims=True), ids, score.shape[1] - 1), axis=1)
+    token = best.astype(jnp.int32)
     picked = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return token, picked - jax.nn.logsumexp(logits, axis=1)
 
 
 def _is_end(tokens: Int[Array, "*rows"], end_ids: tuple[int, ...]) -> Bool[Array, "*rows"]:
     return functools.reduce(jnp.logical_or, [tokens == i for i in end_ids], jnp.zeros(tokens.shape, jnp.bool_))
-
-
-def _repeat(x: Array, n: int, axis: int) -> Array:
-    """Each entry along `axis` n times in a row; a broadcast, so that rows stay on their devices."""
-    wide = jnp.broadcast_to(jnp.expand_dims(x, axis + 1), (*x.shape[: axis + 1], n, *x.shape[axis + 1 :]))
-    return wide.reshape(*x.shape[:axis], x.shape[axis] * n, *x.shape[axis + 1 :])
-
-
-def _widen(cache: Cache, n: int, width: int) -> Cache:
-    """The cache of the prompts made that of their n completions each, with `width` more slots."""
-    slots = ((0, 0), (0, 0), (0, width), (0, 0), (0, 0))
-    return cache._replace(
-        k=_repeat(jnp.pad(cache.k, slots), n, 1),
-        v=_repeat(jnp.pad(cache.v, slots), n, 1),
-        valid=_repeat(jnp.pad(cache.valid, ((0, 0), (0, width))), n, 0),
-        lengths=_repeat(cache.lengths, n, 0),
-        window=None if cache.window is None else _repeat(cache.window, n, 1),
-        state=None if cache.state is None else _repeat(cache.state, n, 1),
-    )

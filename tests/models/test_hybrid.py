@@ -32,8 +32,8 @@ def test_caches_are_those_of_torch(load_checkpoint):
             )
         length = mask[row].sum()
         for name, ours in (("keys", cache.k), ("values", cache.v)):
-            expected = stored[f"layer3/{name}"][0].swapaxes(0, 1)
-            np.testing.assert_allclose(ours[0, row, :length], expected, atol=1e-4, rtol=0)
+            expected = stored[f"layer3/{name}"][0]
+            np.testing.assert_allclose(ours[0, row, :, :length], expected, atol=1e-4, rtol=0)
 
 
 def test_decoding_goes_on_from_either_padding(load_checkpoint):
