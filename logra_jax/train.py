@@ -173,7 +173,10 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
 
     config = run.config
     settings, log = config.checkpoint, config.log
-    with closing(Checkpoints(out / "checkpoints", settings.keep, settings.keep_best, settings.async_)) as checkpoints:
+    with (
+        closing(run.engine),
+        closing(Checkpoints(out / "checkpoints", settings.keep, settings.keep_best, settings.async_)) as checkpoints,
+    ):
         found = None
         if resume and steps(out / "checkpoints"):
             found = checkpoints.restore(run.abstract_checkpoint())
@@ -186,6 +189,7 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
         if resume:
             distributed.on_first(lambda: write_settings(config))
             print(f"resumed after {progress.step} updates", flush=True)
+        run.begin(state, progress.step)
         with closing(
             MetricsWriter(
                 out,

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -63,6 +64,12 @@ def environment(package: Path) -> dict[str, str]:
     return own | more
 
 
+def check_python(python: str | Path) -> None:
+    """Raise UserError for what cannot be run."""
+    if not os.access(python, os.X_OK) or Path(python).is_dir():
+        raise UserError(f"{python} is no interpreter that can be run: name the python of an environment with vLLM")
+
+
 class Server:
     """A context: the server runs inside of it, and `client` speaks to it.
 
@@ -95,8 +102,7 @@ class Server:
         folder: Path | None = None,
         timeout: float = 600.0,
     ) -> None:
-        if not os.access(python, os.X_OK):
-            raise UserError(f"{python} is no interpreter that can be run: name the python of an environment with vLLM")
+        check_python(python)
         if not (Path(model) / "config.json").is_file():
             raise UserError(f"{model} is no folder of a Hugging Face model: it has no config.json")
         self.port = _free_port(host, port)
@@ -160,6 +166,17 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def start_all(servers: Sequence[Server]) -> None:
+    """Enter all servers at the same time; where one fails, all are stopped, and its error is raised."""
+    try:
+        with ThreadPoolExecutor(max(len(servers), 1)) as threads:
+            list(threads.map(Server.__enter__, servers))
+    except BaseException:
+        for server in servers:
+            server.stop()
+        raise
 
 
 def _free_port(host: str, port: int) -> int:
