@@ -296,7 +296,7 @@ class Run(Evaluator):
             found |= self._send(self.engine, state, step + 1, fetch(sent[0]))
         return state, found
 
-    def _send(self, engine: VllmEngine, state: TrainState, version: int, sent: Sent) -> dict[str, float]:
+    def _send(self, engine: VllmEngine, state: TrainState, version: int, sent: Sent) -> dict[str, Any]:
         others = {path: leaf for path, leaf in leaves_with_paths(state.train) if path not in sent.factors}
         return engine.advance(
             version,

@@ -110,7 +110,7 @@ class VllmEngine:
         seed: int,
         drawn: int,
         decay: float,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Bring the servers from the version before to this one. Returns what that took, as metrics.
 
         Where that is not done, because all weights are due or a server failed, the next `sync` loads all weights.
@@ -155,7 +155,7 @@ class VllmEngine:
         Raises:
           UserError: a server refused or failed, or gave what the trainer's model cannot have given.
         """
-        if self._pool is None:
+        if self._pool is None or self.version < 0:
             raise ValueError("the engine has no weights: call sync first")
         sampler, width = self._sampler, prompt_tokens.shape[1]
         tokens, lengths, ids = (np.asarray(array) for array in (prompt_tokens, prompt_lengths, prompt_ids))

@@ -172,7 +172,7 @@ def start_all(servers: Sequence[Server]) -> None:
     """Enter all servers at the same time; where one fails, all are stopped, and its error is raised."""
     try:
         with ThreadPoolExecutor(max(len(servers), 1)) as threads:
-            list(threads.map(Server.__enter__, servers))
+            list(threads.map(lambda server: server.__enter__(), servers))
     except BaseException:
         for server in servers:
             server.stop()
