@@ -184,7 +184,8 @@ def test_a_real_server_samples_from_the_policy(fixtures, tmp_path, monkeypatch) 
 
     monkeypatch.setattr(logra_jax.run.Run, "batch", compared)
     settings = """
-        steps=3 model.path=model model.compute_dtype=float32 data.train=rows.jsonl data.eval=null mesh.fsdp=1
+        steps=3 model.path=model model.compute_dtype=float32 data.train=rows.jsonl data.eval=null
+        data.max_prompt_length=99 mesh.fsdp=1
         rollout.prompts=4 rollout.generations=2 rollout.max_new_tokens=12 rollout.temperature=0.7 reward.kind=exact
         reward.pattern=null optimizer.rank=8 optimizer.update_ratio=.03 kl.control=false kl.check_every=0
         checkpoint.every=0 log.tensorboard=false log.progress=false
