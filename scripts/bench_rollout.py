@@ -10,7 +10,8 @@ A random Qwen2 model (4 layers, hidden 128, MLP 512, 4/2 heads, vocabulary 512),
 
 FOLDER is a checkout of the version to compare with, which runs in a process of its own and takes turns with this one.
 Its batches are as long as their longest answer, which is what its loop takes where all end by themselves. Absolute
-times are those of the machine; the ratios, medians over the repeats, are the result.
+times are those of the machine; the ratios, medians over the repeats, are the result. Those per second of a core hold
+on a machine that does other things as well.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 REPEATS = 9
+EQUAL_CALLS = 10  # in a row, because one takes but a moment
 PROMPTS, PROMPT, GENERATIONS, VOCAB, NEW, LONGEST, SHORTEST, SLOTS = 8, 16, 8, 512, 32, 256, 8, 64
 
 
@@ -49,7 +51,7 @@ class Bench:
         lengths, ids = jnp.full(len(prompts), PROMPT, jnp.int32), jnp.arange(len(prompts), dtype=jnp.int32)
         spread = np.linspace(SHORTEST, LONGEST, len(prompts) * GENERATIONS).round().astype(np.int32)
         spread = rng.permutation(spread)
-        self.tokens = {"equal": PROMPTS * GENERATIONS * NEW}
+        self.tokens = {"equal": EQUAL_CALLS * PROMPTS * GENERATIONS * NEW}
 
         def run(new: int, part: slice, **options: Any) -> Any:
             sampler = Sampler(
@@ -60,7 +62,7 @@ class Bench:
             return sampler.generate(self.params, prompts[part], lengths[part], ids[part], GENERATIONS, 0, 0, **options)
 
         first = slice(0, PROMPTS)
-        self.jobs = {"equal": lambda: [run(NEW, first)]}
+        self.jobs = {"equal": lambda: [run(NEW, first) for _ in range(EQUAL_CALLS)]}
         rows = PROMPTS * GENERATIONS
 
         def batches() -> list[Any]:
@@ -77,20 +79,20 @@ class Bench:
             self.jobs["refilled"] = lambda: [run(LONGEST, slice(None), slots=SLOTS, limits=spread)]
             self.tokens["refilled"] = int(spread.sum())
 
-    def time(self, name: str) -> float:
-        """Seconds of one job."""
+    def time(self, name: str) -> list[float]:
+        """Seconds of one job, on the clock and of all cores."""
         import jax
 
-        start = time.perf_counter()
+        start, cores = time.perf_counter(), time.process_time()
         jax.block_until_ready(self.jobs[name]())
-        return time.perf_counter() - start
+        return [time.perf_counter() - start, time.process_time() - cores]
 
 
 def serve() -> None:
     """Run the jobs that are asked for on standard input."""
     bench = Bench(limits=False)
     for line in sys.stdin:
-        print(bench.time(line.strip()), flush=True)
+        print(*bench.time(line.strip()), flush=True)
 
 
 class Other:
@@ -103,13 +105,13 @@ class Other:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def time(self, name: str) -> float:
-        """Seconds of one job."""
+    def time(self, name: str) -> list[float]:
+        """See `Bench.time`."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
         print(name, file=stdin, flush=True)
-        return float(stdout.readline())
+        return [float(x) for x in stdout.readline().split()]
 
     def close(self) -> None:
         """End the process."""
@@ -130,7 +132,7 @@ def main() -> int:
     kinds = {name: (bench, name) for name in bench.jobs}
     if other:
         kinds |= {f"{name}, other": (other, name) for name in ("equal", "batches")}
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in kinds}
     for turn in range(-1, found.repeats):
         for name, (runner, job) in kinds.items():
             taken = runner.time(job)
@@ -140,13 +142,15 @@ def main() -> int:
         other.close()
     print("| job | tokens/s, median | least | most |\n|---|---|---|---|")
     for name, (_, job) in kinds.items():
-        rates = sorted(bench.tokens[job] / taken for taken in seconds[name])
+        rates = sorted(bench.tokens[job] / taken for taken, _ in seconds[name])
         print(f"| {name} | {statistics.median(rates):.0f} | {rates[0]:.0f} | {rates[-1]:.0f} |")
     for new, old in (("equal", "equal, other"), ("refilled", "batches"), ("refilled", "batches, other")):
         if old in seconds:
-            ratios = sorted(b / a for a, b in zip(seconds[new], seconds[old], strict=True))
-            middle, ends = statistics.median(ratios), f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-            print(f"{new} / {old}: {middle:.2f} times the tokens/s ({ends})")
+            print(f"{new} / {old}, tokens/s:", end="")
+            for i, label in enumerate(("on the clock", "per second of a core")):
+                ratios = sorted(b[i] / a[i] for a, b in zip(seconds[new], seconds[old], strict=True))
+                print(f" {statistics.median(ratios):.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f}) {label}", end=";")
+            print()
     return 0
 
 

@@ -53,6 +53,7 @@ TOGETHER = [
     (["model.attention=cudnn", "model.compute_dtype=float32"], ["model.attention=cudnn", "model.compute_dtype"]),
     (["optimizer.others=adamw"], ["optimizer.others_learning_rate"]),
     (["optimizer.others_learning_rate=1e-6"], ["no effect", "optimizer.others=frozen"]),
+    (["rollout.prompts=2", "rollout.generations=8", "rollout.slots=17"], ["rollout.slots=17", "the 16 answers"]),
     (["rollout.engine=vllm"], ["rollout.engine=vllm has no servers", "vllm.urls", "vllm.python"]),
     ([*VLLM, "rollout.top_p=0.9"], ["rollout.top_p=0.9", "rollout.engine=vllm"]),
     ([*VLLM, "rollout.top_k=5"], ["rollout.top_k=5", "rollout.engine=vllm"]),

@@ -5,7 +5,6 @@ same cache. All but its last token, that is, which is the first one fed to the d
 that rows are split over, a lane, serve its own prompts, so that no cache goes from device to device.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,20 +82,26 @@ class Refill:
             tokens=jnp.full(shape, decoder.pad_id, jnp.int32),
             logprobs=jnp.zeros(shape, jnp.float32),
         )
-        reads = spans(decoder.width)
-        loops = [self._decode(span, span == reads[-1]) for span in reads]
-
-        def turn(state: Waiting) -> Waiting:
-            state = self._retire(state)
-            state = jax.lax.cond(self._exhausted(state), self._prefill, lambda state: state, state)
-            state = self._admit(state)
-            if len(loops) == 1:
-                return loops[0](state)
-            return jax.lax.switch(jnp.sum(state.rows.turn > jnp.asarray(reads[:-1])), loops, state)
-
-        unfinished = lambda state: jnp.any(state.number < self._count) | jnp.any(state.upcoming < self._count)
-        state = jax.lax.while_loop(unfinished, turn, state)
+        # One loop after the other: a branch within a loop would copy the cache.
+        for span in spans(decoder.width):
+            state = self._rounds(state, span)
         return state.tokens.reshape(-1, decoder.width), state.logprobs.reshape(-1, decoder.width)
+
+    def _rounds(self, state: Waiting, span: int) -> Waiting:
+        """Rows go, others come, and all are decoded until others can; to the end, or to the end of the span."""
+        last = span == self.decoder.width
+
+        def unfinished(state: Waiting) -> Array:
+            waits = jnp.any(state.number < self._count) | jnp.any(state.upcoming < self._count)
+            return waits if last else waits & (state.rows.turn <= span)
+
+        def one(state: Waiting) -> Waiting:
+            state = self._retire(state)
+            known = state.prefilled, state.prompts
+            prefilled, prompts = jax.lax.cond(self._exhausted(state), self._prefill, lambda *known: known, *known)
+            return self._decode(self._admit(state._replace(prefilled=prefilled, prompts=prompts)), span)
+
+        return jax.lax.while_loop(unfinished, one, state)
 
     def _lanes(self, x: Array) -> Array:
         return x.reshape(self.lanes, -1, *x.shape[1:])
@@ -109,17 +114,19 @@ class Refill:
         """Whether the next group of prompts may take the place of the newest."""
         return (state.prefilled < self._groups) & jnp.all(state.upcoming >= self._known(state))
 
-    def _prefill(self, state: Waiting) -> Waiting:
+    def _prefill(self, prefilled: Array, _old: Cache) -> tuple[Array, Cache]:
+        """The next group of prompts through the model."""
+
         def cut(x: Array) -> Array:
             # Filled up with copies of the last prompt, so that all groups are of one size.
             extra = self._groups * self._group - self._prompts
             x = jnp.pad(self._lanes(x), ((0, 0), (0, extra), *((0, 0),) * (x.ndim - 1)), mode="edge")
-            x = jax.lax.dynamic_slice_in_dim(x, state.prefilled * self._group, self._group, 1)
+            x = jax.lax.dynamic_slice_in_dim(x, prefilled * self._group, self._group, 1)
             return x.reshape(-1, *x.shape[2:])
 
         tokens, lengths = cut(self.requests.tokens), cut(self.requests.lengths)
-        _, cache = self.decoder.prefill(tokens, lengths, last=False)
-        return state._replace(prompts=cache, prefilled=state.prefilled + 1)
+        cache = self.decoder.prefill(tokens, lengths, last=False)[1]
+        return prefilled + 1, cache
 
     def _admit(self, state: Waiting) -> Waiting:
         """Rows that wait into empty places, as far as both go."""
@@ -178,17 +185,16 @@ class Refill:
             logprobs=put(state.logprobs, rows.logprobs, 0.0),
         )
 
-    def _decode(self, span: int, last: bool) -> Callable[[Waiting], Waiting]:
+    def _decode(self, state: Waiting, span: int) -> Waiting:
         """Turns until rows can be let in, all have ended, or the next tokens lie behind the span."""
         patience = max(self.places // self.lanes // EMPTY_SHARE, 1)
 
-        def going(state: Waiting) -> Array:
+        def going(rows: Rows) -> Array:
             ready = self._known(state) - state.upcoming
             ready = jnp.where(self._exhausted(state), self._count - self._known(state), ready)
-            free = jnp.sum(self._lanes(state.rows.done), axis=1, dtype=jnp.int32)
+            free = jnp.sum(self._lanes(rows.done), axis=1, dtype=jnp.int32)
             admits = jnp.any((ready > 0) & (free >= jnp.minimum(patience, ready)))
-            inside = True if last else state.rows.turn <= span
-            return ~jnp.all(state.rows.done) & ~admits & inside
+            going = ~jnp.all(rows.done) & ~admits
+            return going if span == self.decoder.width else going & (rows.turn <= span)
 
-        step = lambda state: state._replace(rows=self.decoder.step(state.rows, span))
-        return lambda state: jax.lax.while_loop(going, step, state)
+        return state._replace(rows=jax.lax.while_loop(going, lambda rows: self.decoder.step(rows, span), state.rows))
