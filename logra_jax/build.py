@@ -297,10 +297,13 @@ def make_vllm_engine(
     if settings.python is not None:
         check_python(Path(settings.python).expanduser())
 
+    each = settings.tensor_parallel
+    gpus = settings.gpus.split(",") if settings.gpus is not None else []
+
     def start(weights: Path) -> list[Server]:
         options = {
             "dtype": settings.dtype or config.model.compute_dtype,
-            "tensor_parallel": settings.tensor_parallel,
+            "tensor_parallel": each,
             "max_length": prompt_width + sampler.max_new_tokens,
             "max_sequences": max(64, config.rollout.generations),
             "more": settings.arguments,
@@ -309,6 +312,7 @@ def make_vllm_engine(
             Server(
                 Path(str(settings.python)).expanduser(), weights, folder / f"server-{i}.log", options=options,
                 start_seconds=settings.start_s, timeout=settings.timeout_s, folder=folder,
+                variables={"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} if gpus else {},
             )
             for i in range(settings.servers)
         ]  # fmt: skip

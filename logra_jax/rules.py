@@ -146,8 +146,8 @@ def _check_token_budget(config: Config) -> None:
 
 
 def _check_vllm(config: Config) -> None:
-    rollout, optimizer, model = config.rollout, config.optimizer, config.model
-    if not config.vllm.urls and config.vllm.python is None:
+    rollout, optimizer, model, vllm = config.rollout, config.optimizer, config.model, config.vllm
+    if not vllm.urls and vllm.python is None:
         raise UserError(
             "rollout.engine=vllm has no servers: give vllm.urls, or as vllm.python the interpreter of an environment "
             "with vLLM, to start them with"
@@ -158,13 +158,18 @@ def _check_vllm(config: Config) -> None:
                 f"rollout.{key}={_text(value)} cannot go with rollout.engine=vllm: its servers report probabilities "
                 "among the tokens that are left, and training needs those among all. Leave it out"
             )
+    if vllm.gpus is not None and len(vllm.gpus.split(",")) != vllm.servers * vllm.tensor_parallel:
+        raise UserError(
+            f"vllm.gpus={vllm.gpus} does not name the {vllm.servers * vllm.tensor_parallel} GPUs of vllm.servers="
+            f"{vllm.servers} with vllm.tensor_parallel={vllm.tensor_parallel} each"
+        )
     unfit = {
         "optimizer.name": optimizer.name != "logra",
         "optimizer.distribution": optimizer.distribution != "rademacher",
         "model.rounding": model.param_dtype == "bfloat16" and model.rounding != "residual",
     }
     for key in unfit:
-        if unfit[key] and config.vllm.full_every != 1:
+        if unfit[key] and vllm.full_every != 1:
             raise UserError(
                 f"{key}={_text(SETTINGS[key].of(config))} cannot go with rollout.engine=vllm: factors can be sent with "
                 "optimizer.name=logra, optimizer.distribution=rademacher, and model.param_dtype=float32 or "

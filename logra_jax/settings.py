@@ -123,6 +123,12 @@ class Vllm:
     dtype: Literal["float32", "bfloat16"] | None = _f(
         None, "number format of the servers' weights and products; null: model.compute_dtype", only=_STARTS
     )
+    gpus: str | None = _f(
+        None,
+        "GPUs of the servers, tensor_parallel for each, as CUDA_VISIBLE_DEVICES names them, such as 4,5; training "
+        "should not see them. null: those that it sees",
+        only=_STARTS,
+    )
     arguments: tuple[str, ...] = _f((), "further arguments of the servers, as vLLM reads them", only=_STARTS)
     start_s: float = _f(600.0, "seconds until a server that was started must answer", "(0, inf)", _STARTS)
     timeout_s: float = _f(600.0, "seconds that any one answer may take", "(0, inf)", _VLLM)

@@ -55,6 +55,7 @@ TOGETHER = [
     (["optimizer.others_learning_rate=1e-6"], ["no effect", "optimizer.others=frozen"]),
     (["rollout.prompts=2", "rollout.generations=8", "rollout.slots=17"], ["rollout.slots=17", "the 16 answers"]),
     (["rollout.engine=vllm"], ["rollout.engine=vllm has no servers", "vllm.urls", "vllm.python"]),
+    (["rollout.engine=vllm", "vllm.python=p", "vllm.servers=2", "vllm.gpus=4"], ["vllm.gpus=4", "the 2 GPUs"]),
     ([*VLLM, "rollout.top_p=0.9"], ["rollout.top_p=0.9", "rollout.engine=vllm"]),
     ([*VLLM, "rollout.top_k=5"], ["rollout.top_k=5", "rollout.engine=vllm"]),
     ([*VLLM, "optimizer.distribution=gaussian"], ["distribution=gaussian", "rademacher", "vllm.full_every=1"]),
@@ -141,7 +142,8 @@ CHOICES = [
     *((f"vllm.{key}", "rollout.engine=jax", "rollout.engine=vllm vllm.python=python")
       for key in ("timeout_s=9", "folder=shared", "full_every=2")),
     *((f"vllm.{key}", "rollout.engine=vllm vllm.urls=[http://a:1]", "rollout.engine=vllm vllm.python=python")
-      for key in ("servers=2", "tensor_parallel=2", "dtype=float32", "arguments=[--enforce-eager]", "start_s=9")),
+      for key in ("servers=2", "tensor_parallel=2", "dtype=float32", "arguments=[--enforce-eager]", "start_s=9",
+                  "gpus=4")),
 ]  # fmt: skip
 
 

@@ -4,17 +4,22 @@ import base64
 import json
 import os
 import shutil
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import logra_jax.run
-from logra_jax import cli, train
+from logra_jax import build, cli, train
+from logra_jax.config import load_config, resolve_path
 from logra_jax.metrics import MetricsWriter, read_rows
+from logra_jax.models import load_hf
 from logra_jax.optim import twin
 from logra_jax.sync import blob
 
@@ -118,14 +123,15 @@ def test_a_server_has_the_trainers_weights_after_every_update(stand, command_set
         found = batch(self, rollout, advantages, state)
         return found._replace(advantages=found.advantages * np.float32("nan")) if stand.calls[-1] == (3, 4) else found
 
-    with monkeypatch.context() as patched, jax_standard():
+    # optax.adamw raises a float to an int32 power.
+    with monkeypatch.context() as patched, jax.numpy_dtype_promotion("standard"):
         patched.setattr(logra_jax.run.Run, "batch", spoilt)
         stand.fails = (2,)
         assert train.main(argv) == train.FAILED
         assert "update 4 was not finite" in capsys.readouterr().err
         assert stand.calls == [0, (0, 1), (1, 2), 2, (2, 3), (3, 4)]
         assert stand.version == "4"
-    with jax_standard():
+    with jax.numpy_dtype_promotion("standard"):
         assert train.main([*argv, "--resume"]) == 0
     assert stand.calls[6:] == [4, (4, 5)]
     wanted = load_file("out/hf/model.safetensors")
@@ -137,13 +143,6 @@ def test_a_server_has_the_trainers_weights_after_every_update(stand, command_set
     assert [row["sync/version"] for row in rows] == [1, 1, 3, 4, 5]
     assert [row["sync/bytes"] > 0 for row in rows] == [True, False, True, True, True]
     assert not Path("out/sync/weights").exists()
-
-
-def jax_standard():
-    """optax.adamw raises a float to an int32 power."""
-    import jax
-
-    return jax.numpy_dtype_promotion("standard")
 
 
 def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_settings, capsys) -> None:
@@ -161,6 +160,26 @@ def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_sett
     assert "nowhere is no interpreter that can be run" in refused("vllm.python=nowhere")
     assert not stand.calls
     assert list(Path().iterdir()) == []
+
+
+def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(build, "Server", lambda *places, **options: asked.append((places, options)))
+    settings = f"""rollout.engine=vllm vllm.python={sys.executable} vllm.servers=2 vllm.tensor_parallel=2
+        vllm.gpus=4,5,6,7 vllm.arguments=[--enforce-eager] vllm.start_s=9 vllm.timeout_s=8 vllm.folder={tmp_path}"""
+    config = load_config(None, settings.split())
+    model, _ = load_hf(resolve_path(config.model.path))
+    sampler = build.make_sampler(config, model, 17, 1.0, 1.0)
+    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray)
+    engine._start(tmp_path / "weights")
+    assert [places[2].name for places, _ in asked] == ["server-0.log", "server-1.log"]
+    for (places, options), gpus in zip(asked, ("4,5", "6,7"), strict=True):
+        assert places[:2] == (Path(sys.executable), tmp_path / "weights")
+        assert options == {
+            "folder": tmp_path, "start_seconds": 9.0, "timeout": 8.0, "variables": {"CUDA_VISIBLE_DEVICES": gpus},
+            "options": {"dtype": "float32", "tensor_parallel": 2, "max_length": 6 + 33, "max_sequences": 64,
+                        "more": ("--enforce-eager",)},
+        }  # fmt: skip
 
 
 @pytest.mark.vllm
