@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -147,7 +148,8 @@ class Server:
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
-        found = [line for line in lines if "Error" in line][-3:] or lines[-5:]
+        errors = [line for line in lines if re.search(r"Error: .", line) and "root cause above" not in line]
+        found = errors[-3:] or lines[-5:]
         return f"see {self.log}:\n" + "\n".join(found)
 
     def stop(self) -> None:
