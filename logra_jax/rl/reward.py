@@ -28,6 +28,7 @@ from logra_jax.errors import UserError
 
 TAIL = 100_000  # characters of a completion that a grader sees, from its end
 START_SECONDS = 120.0  # for a worker to import what it needs
+MAX_STILLBORN = 3  # workers killed one after the other before they could work
 KILL_AFTER = 0.5  # seconds past the worker's own alarm
 ROW_ROUNDS = 8  # a failed batch is graded row by row for at most this many time limits
 
@@ -275,6 +276,7 @@ class _Pool:
     def __init__(self, kind: str, size: int, timeout_s: float):
         self._kind, self.size, self._timeout_s = kind, size, timeout_s
         self._workers: list[_Worker] = []
+        self._stillborn = 0  # workers in a row that ended before they were ready
         self._finalizer = weakref.finalize(self, _end_all, self._workers)
 
     def start(self, count: int) -> None:
@@ -337,18 +339,22 @@ class _Pool:
                         self._drop(worker)  # its reply stays {"late": True}
                 if now > deadline:
                     return
-                self.start(min(self.size, len(self._workers) + len(waiting)))
+                self.start(max(min(self.size, len(self._workers) + len(waiting)), int(until_ready)))
 
     def _receive(self, worker: _Worker, replies: list[dict[str, Any]], waiting: list[int], once: set[int]) -> None:
         reply = worker.receive()
         if reply is None:
             return
         if not worker.ready:
-            if "error" in reply:
-                self._drop(worker)
-                raise UserError(f"reward.kind {self._kind} cannot be used: {reply['error']}")
-            worker.ready = True
-            return
+            if "error" not in reply:
+                worker.ready, self._stillborn = True, 0
+                return
+            self._drop(worker)
+            self._stillborn += 1
+            # One that was killed while it started (the system was out of memory, say) is replaced.
+            if "ended" in reply and worker.process.returncode < 0 and self._stillborn < MAX_STILLBORN:
+                return
+            raise UserError(f"reward.kind {self._kind} cannot be used: {reply['error']}")
         task, worker.task = worker.task, None
         if "ended" in reply:
             self._drop(worker)

@@ -244,6 +244,23 @@ def test_a_worker_that_vanished_costs_nobody_a_reward(maths):
     assert rewards.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
+def test_a_worker_that_vanished_while_it_started_is_replaced(maths):
+    pool = maths._pool
+    for worker in list(pool._workers):
+        pool._drop(worker)
+    pool.start(2)
+    for worker in pool._workers:
+        os.kill(worker.process.pid, signal.SIGKILL)
+    assert maths.grade([""], [r"\boxed{2}"], {"answer": ["2"]}).tolist() == [1.0]
+
+
+def test_workers_that_never_start_end_the_run(tmp_path, monkeypatch):
+    (tmp_path / "dies.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError, match="cannot be used: the grading process ended"):
+        make_reward("dies:score", answer_column=None, workers=1, timeout_s=1.0)
+
+
 def test_code_and_odd_characters_are_only_text(maths, tmp_path):
     target = tmp_path / "pwned"
     texts = [
