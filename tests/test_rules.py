@@ -32,6 +32,7 @@ TOGETHER = [
     (["loss.token_budget=4096", "loss.micro_batch=8"], ["loss.token_budget=4096 and loss.micro_batch=8 exclude"]),
     (["loss.token_budget=4096", "model.attention=cudnn"], ["model.attention=cudnn", "loss.token_budget=4096"]),
     (["loss.token_budget=2047"], ["loss.token_budget=2047", "rollout.max_new_tokens=1024 = 2048"]),
+    (["rollout.slots=129"], ["rollout.slots=129", "128 answers"]),
     (["kl.probe_responses=129"], ["kl.probe_responses=129", "128 answers"]),
     (["kl.check_responses=129"], ["kl.check_responses=129", "128 answers"]),
     (["kl.check_responses=9"], ["kl.check_responses=9", "kl.probe_responses=8"]),
