@@ -1,6 +1,7 @@
 """From the settings of a run to its optimizer, its prompts and its grader. Used by the commands alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from logra_jax.errors import UserError
 from logra_jax.models import CausalLM, ModelConfig
 from logra_jax.models.flash import why_not_cudnn
 from logra_jax.models.hf import read_json
+from logra_jax.models.names import name_table
 from logra_jax.models.presets import PRESETS, differences
 from logra_jax.rl.loss import LossSettings
 from logra_jax.rl.packing import Packing, row_width
@@ -23,6 +25,9 @@ from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
 from logra_jax.rl.shared_grading import SharedGrader
 from logra_jax.rl.update import TrainState, make_update
+from logra_jax.rl.vllm_engine import VllmEngine
+from logra_jax.sync.client import Client
+from logra_jax.sync.server import Server, check_python
 
 
 def check_files(config: Config, *, trains: bool) -> None:
@@ -223,6 +228,11 @@ def rounding(config: Config) -> str | None:
     return (config.model.rounding or "stochastic") if config.model.param_dtype == "bfloat16" else None
 
 
+def sends_factors(config: Config) -> bool:
+    """Whether updates travel to rollout servers as factors."""
+    return config.rollout.engine == "vllm" and config.vllm.full_every != 1 and config.optimizer.name == "logra"
+
+
 def state_layout(
     tx: optax.GradientTransformation, train: Any, everywhere: jax.sharding.Sharding, rounding: str | None
 ) -> tuple[TrainState, TrainState]:
@@ -271,6 +281,56 @@ def make_sampler(
     )
 
 
+def make_vllm_engine(
+    config: Config,
+    sampler: Sampler,
+    prompt_width: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    write: Callable[[Any, Path], None],
+    place: Callable[[Any], jax.Array],
+) -> VllmEngine:
+    """The servers of a run; arguments as in `VllmEngine`. Raises UserError."""
+    settings = config.vllm
+    folder = Path(settings.folder or Path(config.out, "sync"))
+    if not distributed.alone():
+        raise UserError("rollout.engine=vllm is for runs of one process: set rollout.engine=jax, or start one process")
+    if settings.python is not None:
+        check_python(Path(settings.python).expanduser())
+
+    each = settings.tensor_parallel
+    gpus = settings.gpus.split(",") if settings.gpus is not None else []
+
+    def start(weights: Path) -> list[Server]:
+        options = {
+            "dtype": settings.dtype or config.model.compute_dtype,
+            "tensor_parallel": each,
+            "max_length": prompt_width + sampler.max_new_tokens,
+            "max_sequences": max(64, config.rollout.generations),
+            "more": settings.arguments,
+        }
+        return [
+            Server(
+                Path(str(settings.python)).expanduser(), weights, folder / f"server-{i}.log", options=options,
+                start_seconds=settings.start_s, timeout=settings.timeout_s, folder=folder,
+                variables={"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} if gpus else {},
+            )
+            for i in range(settings.servers)
+        ]  # fmt: skip
+
+    return VllmEngine(
+        sampler,
+        prompt_width=prompt_width,
+        write=write,
+        place=place,
+        folder=folder,
+        table=name_table(sampler.model.config),
+        shapes=shapes if sends_factors(config) else {},
+        full_every=settings.full_every,
+        clients=[Client(url, timeout=settings.timeout_s, folder=folder) for url in settings.urls],
+        start=start,
+    )
+
+
 def make_policy_update(
     config: Config,
     policy: Policy,
@@ -294,6 +354,7 @@ def make_policy_update(
         sketched=config.optimizer.name == "logra",
         kl_control=kl.control,
         rounding=rounding(config),
+        sends=sends_factors(config),
         micro_batch=loss.micro_batch,
         mismatch=kl.mismatch,
         probe_tokens=kl.probe_tokens,

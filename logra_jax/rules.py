@@ -34,6 +34,8 @@ def check(config: Config) -> None:
             f"(rollout.prompts={rollout.prompts} x rollout.generations={rollout.generations}): lower it, or set 0"
         )
     _check_token_budget(config)
+    if rollout.engine == "vllm":
+        _check_vllm(config)
     for key, used, count in (
         ("probe_responses", kl.control, kl.probe_responses),
         ("check_responses", kl.check_every > 0, kl.check_responses),
@@ -98,6 +100,8 @@ def _text(value: Any) -> str:
     names: dict[Any, str] = {True: "true", False: "false", None: "null"}
     if isinstance(value, bool | None):
         return names[value]
+    if isinstance(value, tuple):
+        return f"[{','.join(value)}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -139,6 +143,38 @@ def _check_token_budget(config: Config) -> None:
             f"loss.token_budget={budget} is less than the longest answer with its prompt (data.max_prompt_length="
             f"{prompt} + rollout.max_new_tokens={answer} = {prompt + answer}): raise it, or lower one of them"
         )
+
+
+def _check_vllm(config: Config) -> None:
+    rollout, optimizer, model, vllm = config.rollout, config.optimizer, config.model, config.vllm
+    if not vllm.urls and vllm.python is None:
+        raise UserError(
+            "rollout.engine=vllm has no servers: give vllm.urls, or as vllm.python the interpreter of an environment "
+            "with vLLM, to start them with"
+        )
+    for key, value in (("top_k", rollout.top_k), ("top_p", rollout.top_p)):
+        if value != SETTINGS[f"rollout.{key}"].default:
+            raise UserError(
+                f"rollout.{key}={_text(value)} cannot go with rollout.engine=vllm: its servers report probabilities "
+                "among the tokens that are left, and training needs those among all. Leave it out"
+            )
+    if vllm.gpus is not None and len(vllm.gpus.split(",")) != vllm.servers * vllm.tensor_parallel:
+        raise UserError(
+            f"vllm.gpus={vllm.gpus} does not name the {vllm.servers * vllm.tensor_parallel} GPUs of vllm.servers="
+            f"{vllm.servers} with vllm.tensor_parallel={vllm.tensor_parallel} each"
+        )
+    unfit = {
+        "optimizer.name": optimizer.name != "logra",
+        "optimizer.distribution": optimizer.distribution != "rademacher",
+        "model.rounding": model.param_dtype == "bfloat16" and model.rounding != "residual",
+    }
+    for key in unfit:
+        if unfit[key] and vllm.full_every != 1:
+            raise UserError(
+                f"{key}={_text(SETTINGS[key].of(config))} cannot go with rollout.engine=vllm: factors can be sent with "
+                "optimizer.name=logra, optimizer.distribution=rademacher, and model.param_dtype=float32 or "
+                "model.rounding=residual. Set that, or vllm.full_every=1, which sends all weights at every update"
+            )
 
 
 def _check_optimizer(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from logra_jax.rl.prompts import PromptOrder, PromptSet, require_rows
 from logra_jax.rl.reward import Grader
 from logra_jax.rl.rollout import Rollout, Sampler
 from logra_jax.rl.tokenizer import decode, load_tokenizer
-from logra_jax.rl.update import TrainState
+from logra_jax.rl.update import Sent, TrainState
+from logra_jax.rl.vllm_engine import VllmEngine
 
 Tree = Any
 
@@ -151,7 +153,13 @@ class Run(Evaluator):
         self.abstract_state, self.state_shardings = build.state_layout(self.tx, train, self.everywhere, self.rounding)
         # The reference is copied because the first update writes over the weights that it would share.
         self.reference = jax.tree.map(jnp.copy, self._split(self.weights)[0]) if loss.reference_kl else None
-        self.engine: Engine = JaxEngine(self.make_sampler(rollout.temperature, rollout.top_p, rollout.top_k))
+        sampler = self.make_sampler(rollout.temperature, rollout.top_p, rollout.top_k)
+        self.engine: Engine = JaxEngine(sampler)
+        if rollout.engine == "vllm":
+            shapes = {path: leaf.shape for path, leaf in leaves_with_paths(train)}
+            place = partial(place_array, sharding=self.rows_sharding)
+            width = self.prompts.tokens.shape[1]
+            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, place)
         on_mesh = self.model.replace(mesh=self.mesh)
         policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])
         self._score = make_score(policy, loss.micro_batch)
@@ -192,6 +200,10 @@ class Run(Evaluator):
     def params(self, state: TrainState) -> Tree:
         """All parameters of the policy."""
         return optim.merge(state.train, self.frozen)
+
+    def begin(self, state: TrainState, step: int) -> None:
+        """Bring the engine to the weights after `step` updates, which starts servers if it has any to start."""
+        self.engine.sync(self.params(state), version=step)
 
     def sample(self, state: TrainState, prompts: PromptSet, update: int) -> Rollout:
         """Answers to a batch of prompts under the present policy, N = prompts x generations rows."""
@@ -265,7 +277,10 @@ class Run(Evaluator):
         return jax.tree.map(lambda array, leaf: place_array(np.asarray(array), leaf.sharding), found, layout)
 
     def update(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, Any]]:
-        """One update; waits for it and returns its metrics as Python numbers. Consumes ``state``."""
+        """One update, also of the servers' weights if there are any.
+
+        Waits for it and returns its metrics as Python numbers. Consumes ``state``.
+        """
         rollout, kl = self.config.rollout, self.config.kl
         probe = draw_probe(self.config.seed, step, rollout.prompts, rollout.generations, kl.probe_responses)
         check = bool(kl.check_every) and step % kl.check_every == 0
@@ -273,10 +288,24 @@ class Run(Evaluator):
             probe=place_array(probe, self.everywhere),
             check=place_array(np.array(check), self.everywhere),
         )
-        state, metrics = self._update(state, self.frozen, batch)
+        state, metrics, *sent = self._update(state, self.frozen, batch)
         if not check:
             metrics.pop("kl/realized", None)  # measured now and then only
-        return state, {name: value.item() for name, value in fetch(metrics).items()}
+        found = {name: value.item() for name, value in fetch(metrics).items()}
+        if isinstance(self.engine, VllmEngine) and sent and found["ok"]:
+            found |= self._send(self.engine, state, step + 1, fetch(sent[0]))
+        return state, found
+
+    def _send(self, engine: VllmEngine, state: TrainState, version: int, sent: Sent) -> dict[str, Any]:
+        others = {path: leaf for path, leaf in leaves_with_paths(state.train) if path not in sent.factors}
+        return engine.advance(
+            version,
+            sent.factors,
+            fetch(others),
+            seed=self.spec.seed,
+            drawn=int(self.spec.redraw(sent.before)),
+            decay=float(sent.decay),
+        )
 
     def rollout_metrics(
         self, rollout: Rollout, rewards: np.ndarray, advantages: advantage.Advantages
@@ -296,6 +325,11 @@ class Run(Evaluator):
         """Write the policy as a Hugging Face folder."""
         plain, writes = optim.merge_adapters(self.params(state)), distributed.first()
         models.save_hf(self.model, plain, folder, overwrite=True, residual=state.residual, write=writes)
+
+    def _write(self, params: Tree, folder: Path) -> None:
+        """All weights for servers to load, no less exact than they are here."""
+        dtype = "float32" if self.config.model.param_dtype == "float32" else None
+        models.save_hf(self.model, optim.merge_adapters(params), folder, overwrite=True, dtype=dtype)
 
     def _kinds(self) -> dict[str, list[int]]:
         """Numbers in each parameter, by what is done with it."""

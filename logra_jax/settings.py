@@ -29,6 +29,8 @@ def _f(default: Any, help: str, within: str | None = None, only: str = "") -> An
 _LOGRA, _GALORE, _LORA = (f"optimizer.name={name}" for name in ("logra", "galore", "lora"))
 _CONTROL, _CHECK, _EVAL = "kl.control=true", "kl.check_every!=0", "data.eval!=null"
 _RANDOM = "eval.temperature!=0"
+_VLLM = "rollout.engine=vllm"
+_STARTS = f"{_VLLM} and vllm.urls=[]"
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,11 @@ class Rollout:
     temperature: float = _f(1.0, "sampling temperature", "(0, inf)")
     top_k: int = _f(0, "sample from the k likeliest tokens only; 0: all", "[0, inf)")
     top_p: float = _f(1.0, "sample from the likeliest tokens of this total probability", "(0, 1]")
-    engine: Literal["jax"] = _f("jax", "what samples: jax, on the devices that train")
+    engine: Literal["jax", "vllm"] = _f(
+        "jax",
+        "what samples the answers that are trained on: jax, on the devices that train, or vLLM servers, to which "
+        "updates travel as factors. Evaluation always takes jax",
+    )
     slots: int = _f(
         0,
         "answers sampled at a time, with memory for their keys and values: when one ends, the next that waits takes "
@@ -102,6 +108,40 @@ class Rollout:
     def rows(self) -> int:
         """Answers per update."""
         return self.prompts * self.generations
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """Servers of rollout.engine=vllm: ones that run already, or ones that the run starts on its machine and stops."""
+
+    urls: tuple[str, ...] = _f(
+        (), "running servers, [http://HOST:PORT, ...], which get the run's weights; []: start some", only=_VLLM
+    )
+    python: str | None = _f(None, "interpreter of an environment with vLLM, to start servers with", only=_STARTS)
+    servers: int = _f(1, "servers to start", "[1, inf)", _STARTS)
+    tensor_parallel: int = _f(1, "GPUs, on a CPU ranks, of each server", "[1, inf)", _STARTS)
+    dtype: Literal["float32", "bfloat16"] | None = _f(
+        None, "number format of the servers' weights and products; null: model.compute_dtype", only=_STARTS
+    )
+    gpus: str | None = _f(
+        None,
+        "GPUs of the servers, tensor_parallel for each, as CUDA_VISIBLE_DEVICES names them, such as 4,5; training "
+        "should not see them. null: those that it sees",
+        only=_STARTS,
+    )
+    arguments: tuple[str, ...] = _f((), "further arguments of the servers, as vLLM reads them", only=_STARTS)
+    start_s: float = _f(600.0, "seconds until a server that was started must answer", "(0, inf)", _STARTS)
+    timeout_s: float = _f(600.0, "seconds that any one answer may take", "(0, inf)", _VLLM)
+    folder: str | None = _f(
+        None, "folder that run and servers both see, for weights and large updates; null: sync in out", only=_VLLM
+    )
+    full_every: int = _f(
+        0,
+        "updates between loads of all weights instead of an update's factors; 0: only at the start and after a "
+        "failure. 1 serves every optimizer",
+        "[0, inf)",
+        _VLLM,
+    )
 
 
 @dataclass(frozen=True)
@@ -285,6 +325,7 @@ class Config:
     model: Model = dataclasses.field(default_factory=Model)
     data: Data = dataclasses.field(default_factory=Data)
     rollout: Rollout = dataclasses.field(default_factory=Rollout)
+    vllm: Vllm = dataclasses.field(default_factory=Vllm)
     reward: Reward = dataclasses.field(default_factory=Reward)
     advantage: Advantage = dataclasses.field(default_factory=Advantage)
     loss: Loss = dataclasses.field(default_factory=Loss)

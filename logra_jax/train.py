@@ -189,6 +189,7 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
         if resume:
             distributed.on_first(lambda: write_settings(config))
             print(f"resumed after {progress.step} updates", flush=True)
+        run.begin(state, progress.step)
         with closing(
             MetricsWriter(
                 out,

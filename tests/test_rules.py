@@ -23,6 +23,7 @@ def minimal(write):
 
 
 LORA = ["optimizer.name=lora", "optimizer.learning_rate=1e-4"]
+VLLM = ["rollout.engine=vllm", "vllm.urls=[http://127.0.0.1:1]"]
 TOGETHER = [
     (["rollout.generations=1"], ["rollout.generations=1", "advantage.estimator=grpo", "running_baseline"]),
     (["rollout.generations=1", "advantage.estimator=leave_one_out"], ["generations", "leave_one_out"]),
@@ -53,6 +54,14 @@ TOGETHER = [
     (["model.attention=cudnn", "model.compute_dtype=float32"], ["model.attention=cudnn", "model.compute_dtype"]),
     (["optimizer.others=adamw"], ["optimizer.others_learning_rate"]),
     (["optimizer.others_learning_rate=1e-6"], ["no effect", "optimizer.others=frozen"]),
+    (["rollout.prompts=2", "rollout.generations=8", "rollout.slots=17"], ["rollout.slots=17", "the 16 answers"]),
+    (["rollout.engine=vllm"], ["rollout.engine=vllm has no servers", "vllm.urls", "vllm.python"]),
+    (["rollout.engine=vllm", "vllm.python=p", "vllm.servers=2", "vllm.gpus=4"], ["vllm.gpus=4", "the 2 GPUs"]),
+    ([*VLLM, "rollout.top_p=0.9"], ["rollout.top_p=0.9", "rollout.engine=vllm"]),
+    ([*VLLM, "rollout.top_k=5"], ["rollout.top_k=5", "rollout.engine=vllm"]),
+    ([*VLLM, "optimizer.distribution=gaussian"], ["distribution=gaussian", "rademacher", "vllm.full_every=1"]),
+    ([*VLLM, "model.param_dtype=bfloat16"], ["model.rounding=null", "model.rounding=residual", "vllm.full_every=1"]),
+    ([*VLLM, *LORA, "optimizer.update_ratio=null"], ["optimizer.name=lora", "vllm.full_every=1"]),
     (["optimizer.warmup=100"], ["optimizer.warmup=100", "steps=100"]),
     (["reward.kind=exact", "reward.pattern=#.*$"], ["reward.pattern", "needs a group"]),
     (["reward.kind=exact", "reward.pattern=("], ["reward.pattern", "not a regular expression"]),
@@ -65,6 +74,18 @@ def test_settings_that_contradict_each_other(minimal, overrides, parts):
         load_config(minimal, overrides)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["model.param_dtype=bfloat16", "model.rounding=residual"],
+        [*LORA, "optimizer.update_ratio=null", "vllm.full_every=1"],
+        ["optimizer.distribution=gaussian", "vllm.full_every=1"],
+    ],
+)
+def test_what_servers_can_follow(minimal, more):
+    assert load_config(minimal, [*VLLM, *more]).vllm.urls == ("http://127.0.0.1:1",)
 
 
 def test_one_generation_is_fine_with_a_running_baseline(minimal):
@@ -119,6 +140,11 @@ CHOICES = [
                   "checkpoint.keep_best=false")),
     *((key, "eval.temperature=0", "eval.temperature=0.5") for key in ("eval.samples=4", "eval.top_p=0.9")),
     ("log.project=mine", "log.wandb=off", "log.wandb=offline"),
+    *((f"vllm.{key}", "rollout.engine=jax", "rollout.engine=vllm vllm.python=python")
+      for key in ("timeout_s=9", "folder=shared", "full_every=2")),
+    *((f"vllm.{key}", "rollout.engine=vllm vllm.urls=[http://a:1]", "rollout.engine=vllm vllm.python=python")
+      for key in ("servers=2", "tensor_parallel=2", "dtype=float32", "arguments=[--enforce-eager]", "start_s=9",
+                  "gpus=4")),
 ]  # fmt: skip
 
 

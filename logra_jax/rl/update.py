@@ -1,6 +1,7 @@
 """One update of the policy as one jitted program: sketches, RowAdam, ratio, predicted KL, apply (arXiv 2610.06647)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from logra_jax._shapes import Array, Float
 from logra_jax.mesh import AxisTable, constrain
 from logra_jax.optim import (
     HiddenHead,
+    LowRank,
     SketchSpec,
     apply_updates,
     apply_with_residual,
@@ -27,7 +29,7 @@ from logra_jax.optim import (
     update_count,
 )
 from logra_jax.optim.slot import value_and_add_grad
-from logra_jax.optim.spec import leaves_with_paths
+from logra_jax.optim.spec import leaves_with_paths, path_string
 from logra_jax.rl.batch import (
     Batch,
     over_micro_batches,
@@ -56,6 +58,35 @@ class TrainState(NamedTuple):
     opt_state: Tree
     mismatch: Float[Array, ""]
     residual: Tree = None
+
+
+class Sent(NamedTuple):
+    """What servers need of an update of the targets.
+
+    factors: `LowRank.factor` by path, bfloat16 `[..., r, d]`, the very numbers that were applied. decay: float32.
+    before: int32, how many sketches were taken before it, which tells when the projections were drawn.
+    """
+
+    factors: dict[str, Array]
+    decay: Float[Array, ""]
+    before: Array
+
+
+def _rounded(updates: Tree) -> tuple[Tree, dict[str, Array], Array]:
+    """The updates with factors that bfloat16 holds exactly, these by path, and the decay that all of them share."""
+
+    def is_low_rank(node: Any) -> bool:
+        return isinstance(node, LowRank)
+
+    def one(node: Any) -> Any:
+        # Not a conversion there and back, which compilers may leave out.
+        return replace(node, factor=jax.lax.reduce_precision(node.factor, 8, 7)) if is_low_rank(node) else node
+
+    updates = jax.tree.map(one, updates, is_leaf=is_low_rank)
+    nodes = jax.tree.leaves_with_path(updates, is_leaf=is_low_rank)
+    found = {path_string(path): node for path, node in nodes if is_low_rank(node)}
+    factors = {path: node.factor.astype(jnp.bfloat16) for path, node in found.items()}
+    return updates, factors, next(iter(found.values())).decay
 
 
 def _means(sums: LossSums) -> dict[str, Array]:
@@ -88,7 +119,8 @@ def make_update(
     check_responses: int = 0,
     state_shardings: Tree = None,
     rounding: str | None = None,
-) -> Callable[[TrainState, Tree, Batch], tuple[TrainState, dict[str, Array]]]:
+    sends: bool = False,
+) -> Callable[[TrainState, Tree, Batch], tuple[Any, ...]]:
     """Jitted ``update(state, frozen, batch) -> (state, metrics)``; ``state`` is donated.
 
     Args:
@@ -106,6 +138,7 @@ def make_update(
       state_shardings: ``out_shardings`` of the state on a mesh.
       rounding: how bfloat16 weights take updates: "stochastic", or "residual" with ``TrainState.residual`` from
         ``init_residual``. The policy is the bfloat16 weights in both.
+      sends: round factors to bfloat16 before they are applied, and return them as a third value, a `Sent`.
 
     Metrics are float32 scalars; ``ok`` is False when a sketch or the prediction was not finite, and then nothing moved.
     """
@@ -194,7 +227,7 @@ def make_update(
         sums = passes(lambda rows: one(rows, into)[0], sums)
         return sums, jax.tree.map(jax.freeze, into)
 
-    def update(state: TrainState, frozen: Tree, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    def update(state: TrainState, frozen: Tree, batch: Batch) -> tuple[Any, ...]:
         train = state.train
         step = sketch_count(state.opt_state) if sketched else jnp.zeros((), jnp.int32)
         sums, grads = gradient(train, frozen, batch, step)
@@ -260,6 +293,10 @@ def make_update(
             before, train = jax.lax.optimization_barrier((before, train))
 
         updates, opt_state = tx.update(grads, state.opt_state, train, predict_kl=predicted, kl_mismatch=average)
+        sent: tuple[Sent, ...] = ()
+        if sends:
+            updates, factors, decay = _rounded(updates)
+            sent = (Sent(factors, jnp.asarray(decay, jnp.float32), step),)
         residual = state.residual
         if rounding == "residual":
             new_train, residual = apply_with_residual(train, residual, updates, places)
@@ -289,7 +326,7 @@ def make_update(
             )
         # NaN would stay in the average for ever, and with it every later step would be refused.
         average = jnp.where(metrics["ok"] & jnp.isfinite(average), average, state.mismatch)
-        return TrainState(new_train, opt_state, average, residual), metrics
+        return TrainState(new_train, opt_state, average, residual), metrics, *sent
 
-    out = None if state_shardings is None else (state_shardings, None)
+    out = None if state_shardings is None else (state_shardings, None, *((None,) if sends else ()))
     return jax.jit(update, donate_argnums=0, out_shardings=out)

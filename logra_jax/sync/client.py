@@ -95,6 +95,19 @@ class Client:
             return False
         return True
 
+    def longest(self) -> int:
+        """Most tokens, prompt and answer, that it takes.
+
+        Raises:
+          UserError: it serves no policy.
+        """
+        served = {card["id"]: card for card in self.call("/v1/models", method="GET")["data"]}
+        if self.model not in served:
+            raise UserError(
+                f"{self.url} serves {', '.join(served)}, not {self.model!r}: start it as README, section on vLLM, says"
+            )
+        return served[self.model]["max_model_len"]
+
     def _ranks(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
         """The answers of all ranks, in order; not all need be `ok`."""
         found = self.call("/collective_rpc", {"method": method, "kwargs": arguments})["results"]
@@ -218,6 +231,7 @@ class Client:
         top_p: float = 1.0,
         top_k: int = 0,
         end_ids: Sequence[int] = (),
+        banned_ids: Sequence[int] = (),
     ) -> list[Completion]:
         """n answers to a prompt of token ids, the same for equal arguments and weights whatever else is asked.
 
@@ -226,6 +240,7 @@ class Client:
           n: no more than the sequences that the server takes at a time.
           seed: answer number i is drawn as the only one of seed + i would be.
           end_ids: ids that end an answer, beside those of the model's own configuration.
+          banned_ids: ids that are never drawn, and have no share in the probabilities.
 
         Raises:
           Unreachable, UserError: see `call`; or the answer was aborted.
@@ -238,6 +253,8 @@ class Client:
             "top_p": top_p,
         }
         sampling |= {"top_k": top_k, "stop_token_ids": list(end_ids), "logprobs": 0, "detokenize": False}
+        if banned_ids:
+            sampling["logit_bias"] = {str(i): -100.0 for i in banned_ids}  # vLLM's least
         body = {"model": self.model, "token_ids": [int(i) for i in prompt], "sampling_params": sampling}
         found = self.call("/inference/v1/generate", body)
         return [self._completion(choice) for choice in sorted(found["choices"], key=lambda c: c["index"])]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -63,6 +65,12 @@ def environment(package: Path) -> dict[str, str]:
     return own | more
 
 
+def check_python(python: str | Path) -> None:
+    """Raise UserError for what cannot be run."""
+    if not os.access(python, os.X_OK) or Path(python).is_dir():
+        raise UserError(f"{python} is no interpreter that can be run: name the python of an environment with vLLM")
+
+
 class Server:
     """A context: the server runs inside of it, and `client` speaks to it.
 
@@ -95,8 +103,7 @@ class Server:
         folder: Path | None = None,
         timeout: float = 600.0,
     ) -> None:
-        if not os.access(python, os.X_OK):
-            raise UserError(f"{python} is no interpreter that can be run: name the python of an environment with vLLM")
+        check_python(python)
         if not (Path(model) / "config.json").is_file():
             raise UserError(f"{model} is no folder of a Hugging Face model: it has no config.json")
         self.port = _free_port(host, port)
@@ -141,7 +148,8 @@ class Server:
 
     def _last_words(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
-        found = [line for line in lines if "Error" in line][-3:] or lines[-5:]
+        errors = [line for line in lines if re.search(r"Error: .", line) and "root cause above" not in line]
+        found = errors[-3:] or lines[-5:]
         return f"see {self.log}:\n" + "\n".join(found)
 
     def stop(self) -> None:
@@ -160,6 +168,17 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def start_all(servers: Sequence[Server]) -> None:
+    """Enter all servers at the same time; where one fails, all are stopped, and its error is raised."""
+    try:
+        with ThreadPoolExecutor(max(len(servers), 1)) as threads:
+            list(threads.map(lambda server: server.__enter__(), servers))
+    except BaseException:
+        for server in servers:
+            server.stop()
+        raise
 
 
 def _free_port(host: str, port: int) -> int:

@@ -178,9 +178,20 @@ def test_answers_come_in_their_order(stand) -> None:
     assert stand.bodies[0]["token_ids"] == [4, 5]
     wanted = {"n": 2, "seed": 11, "max_tokens": 2, "temperature": 0.7, "stop_token_ids": [3], "logprobs": 0}
     assert wanted.items() <= stand.bodies[0]["sampling_params"].items()
+    assert "logit_bias" not in stand.bodies[0]["sampling_params"]
+    stand.client.generate([4], max_tokens=2, seed=0, banned_ids=range(7, 9))
+    assert stand.bodies[1]["sampling_params"]["logit_bias"] == {"7": -100.0, "8": -100.0}
     stand.answers["/inference/v1/generate"] = {"choices": [choice(0, "abort", "2")]}
     with pytest.raises(UserError, match="ended with 'abort'"):
         stand.client.generate([4], max_tokens=2, seed=0)
+
+
+def test_a_server_tells_what_it_serves(stand) -> None:
+    stand.answers["/v1/models"] = {"data": [{"id": "policy", "max_model_len": 77}]}
+    assert stand.client.longest() == 77
+    stand.answers["/v1/models"]["data"][0]["id"] = "other"
+    with pytest.raises(UserError, match="serves other, not 'policy'"):
+        stand.client.longest()
 
 
 def test_refusals_and_silence_are_told_apart(stand) -> None:

@@ -1,0 +1,210 @@
+"""vLLM servers as a rollout engine: they follow the trainer's weights by factors, and load all where they must."""
+
+import hashlib
+import shutil
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from logra_jax._shapes import Array, Int
+from logra_jax.errors import UserError
+from logra_jax.rl.rollout import Rollout, Sampler
+from logra_jax.sync.blob import Update
+from logra_jax.sync.client import Client, Completion
+from logra_jax.sync.naming import Table, dense_by_name, factors_by_name, file_shapes
+from logra_jax.sync.pool import Pool
+from logra_jax.sync.server import Server, start_all
+
+
+def answer_seed(seed: int, update: int, prompt_id: int, sample: int) -> int:
+    """Seed of an answer, in [0, 2^63): vLLM draws sample j of a request with the request's seed + j.
+
+    The first 62 bits of sha256 of (seed, update, prompt id), three unsigned 64-bit numbers in little-endian order,
+    plus the sample.
+    """
+    digest = hashlib.sha256(struct.pack("<3Q", seed, update, prompt_id)).digest()
+    return (int.from_bytes(digest[:8], "big") >> 2) + sample
+
+
+class VllmEngine:
+    """See `Engine`. Servers are at the version of the newest `sync` or `advance`; one process trains.
+
+    Args:
+      sampler: what answers are to be like. It samples nothing here.
+      write: write(params, folder) makes a Hugging Face folder of weights, over one that is there.
+      place: puts rows on the trainer's devices.
+      folder: for weights and large updates; the servers see it too.
+      table, shapes: names of all parameters, and shapes of whole leaves, by path, that updates by factors will change;
+        without shapes all weights are loaded at every `sync`.
+      full_every: load all weights at every version that is a multiple of it; 0: never.
+      clients: servers that run already.
+      start: start(folder) makes servers with the weights in the folder, which are started and stopped here.
+
+    Raises:
+      UserError: a running server does not answer, or takes no prompt and answer of this length.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        prompt_width: int,
+        write: Callable[[Any, Path], None],
+        place: Callable[[np.ndarray], jax.Array],
+        folder: Path,
+        table: Table,
+        shapes: Mapping[str, tuple[int, ...]],
+        full_every: int = 0,
+        clients: Sequence[Client] = (),
+        start: Callable[[Path], list[Server]] | None = None,
+    ):
+        self.version = -1
+        self._sampler, self._write, self._place, self._table = sampler, write, place, table
+        self._shapes, self._full_every = file_shapes(table, shapes), full_every
+        self._weights, self._start = folder.resolve() / "weights", start
+        self._servers: list[Server] = []
+        self._pool = Pool(clients) if clients else None
+        longest = prompt_width + sampler.max_new_tokens
+        for client in clients:
+            if (most := client.longest()) < longest:
+                raise UserError(
+                    f"{client.url} takes {most} tokens (--max-model-len), and the longest prompt and answer have "
+                    f"{prompt_width} + {sampler.max_new_tokens}: start it with {longest}, or lower "
+                    "rollout.max_new_tokens or data.max_prompt_length"
+                )
+
+    def sync(self, params: Any, version: int) -> None:
+        """See `Engine`. Servers that are at this version keep their weights, others load all of them from the folder.
+
+        Raises:
+          UserError: a server could not be started, serves another model, or failed.
+        """
+        if version == self.version:
+            return
+        self.version = -1
+        self._weights.parent.mkdir(parents=True, exist_ok=True)
+        self._write(params, self._weights)
+        if self._pool is None:
+            assert self._start is not None
+            self._servers = self._start(self._weights)
+            start_all(self._servers)
+            self._pool = Pool([server.client for server in self._servers])
+            self._pool.plan(self._shapes, version)
+        else:
+            self._check_servers()
+            self._pool.reload(self._weights, self._shapes, version)
+        self.version = version
+
+    def advance(
+        self,
+        version: int,
+        factors: Mapping[str, Any],
+        dense: Mapping[str, Any],
+        *,
+        seed: int,
+        drawn: int,
+        decay: float,
+    ) -> dict[str, Any]:
+        """Bring the servers from the version before to this one. Returns what that took, as metrics.
+
+        Where that is not done, because all weights are due or a server failed, the next `sync` loads all weights.
+
+        Args:
+          factors: `LowRank.factor` by path, bfloat16, as they were applied.
+          dense: new values of the other leaves that are trained, by path.
+          seed, drawn, decay: see `logra_jax.sync.blob.Update`.
+        """
+        started, sent = time.perf_counter(), 0
+        due = self._full_every and version % self._full_every == 0
+        if self._pool is not None and self.version == version - 1 and not due:
+            update = Update(
+                base=version - 1,
+                version=version,
+                seed=seed,
+                drawn=drawn,
+                decay=decay,
+                factors=factors_by_name(self._table, factors),
+                dense=dense_by_name(self._table, dense),
+            )
+            try:
+                sent = sum(synced.bytes for synced in self._pool.sync(update))
+                self.version = version
+            except UserError as error:
+                print(f"warning: {error}\nwarning: all weights are loaded instead", file=sys.stderr, flush=True)
+        return {"sync/version": self.version, "sync/bytes": sent, "time/sync_s": time.perf_counter() - started}
+
+    def generate(
+        self,
+        prompt_tokens: Int[np.ndarray, "b p"] | Int[Array, "b p"],
+        prompt_lengths: Int[np.ndarray, " b"] | Int[Array, " b"],
+        prompt_ids: Int[np.ndarray, " b"] | Int[Array, " b"],
+        n: int,
+        seed: int,
+        update: int,
+        limits: Int[np.ndarray, " n"] | Int[Array, " n"] | None = None,
+    ) -> Rollout:
+        """See `Engine`. An answer's noise follows from its `answer_seed`, whoever gives it; a prompt that stands in
+        the batch again counts its samples on.
+
+        Raises:
+          UserError: a server refused or failed, or gave what the trainer's model cannot have given.
+        """
+        if self._pool is None or self.version < 0:
+            raise ValueError("the engine has no weights: call sync first")
+        sampler, width = self._sampler, prompt_tokens.shape[1]
+        tokens, lengths, ids = (np.asarray(array) for array in (prompt_tokens, prompt_lengths, prompt_ids))
+        most = np.full(len(tokens) * n, sampler.max_new_tokens) if limits is None else np.asarray(limits)
+        most = np.clip(most, 1, sampler.max_new_tokens)
+        again = np.tril(ids[:, None] == ids[None, :], -1).sum(axis=1)
+        try:
+            found = self._pool.generate(
+                [row[width - length :].tolist() for row, length in zip(tokens, lengths, strict=True)],
+                [answer_seed(seed, update, int(i), n * int(k)) for i, k in zip(ids, again, strict=True)],
+                n=n,
+                max_tokens=int(most.max()),
+                temperature=sampler.temperature,
+                end_ids=sampler.end_ids,
+                banned_ids=range(sampler.vocab_size, sampler.model.config.vocab_size),
+            )
+        except UserError:
+            self._check_servers()  # whose last words say more
+            raise
+        answers = [answer for several in found for answer in several]
+        drawn, counts, logprobs, stopped = self._rows(answers, most)
+        rows = np.concatenate([np.repeat(tokens, n, axis=0), drawn], axis=1)
+        return Rollout(*map(self._place, (rows, np.repeat(lengths, n), counts, logprobs, stopped)))
+
+    def _rows(self, answers: Sequence[Completion], most: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Tokens, lengths, log-probabilities and ends of answers, padded; at most so many tokens of each."""
+        shape = (len(answers), self._sampler.max_new_tokens)
+        tokens, logprobs = np.full(shape, self._sampler.pad_id, np.int32), np.zeros(shape, np.float32)
+        counts, stopped = np.zeros(len(answers), np.int32), np.zeros(len(answers), bool)
+        for i, (answer, limit) in enumerate(zip(answers, most, strict=True)):
+            if not all(0 <= token < self._sampler.vocab_size for token in answer.tokens):
+                raise UserError("a vLLM server gave tokens that the model does not have: does it serve another one?")
+            if answer.stopped != (answer.tokens[-1] in self._sampler.end_ids):
+                raise UserError(
+                    f"a vLLM server ended answers at token {answer.tokens[-1]}, the trainer's model at "
+                    f"{self._sampler.end_ids}: start it with the model that is trained"
+                )
+            count = counts[i] = min(len(answer.tokens), limit)
+            tokens[i, :count], logprobs[i, :count] = answer.tokens[:count], answer.logprobs[:count]
+            stopped[i] = answer.stopped and len(answer.tokens) <= limit
+        return tokens, counts, logprobs, stopped
+
+    def _check_servers(self) -> None:
+        for server in self._servers:
+            server.check()
+
+    def close(self) -> None:
+        """Stop the servers that were started here, and delete the weights that were written for them."""
+        servers, self._servers, self._pool, self.version = self._servers, [], None, -1
+        for server in servers:
+            server.stop()
+        shutil.rmtree(self._weights, ignore_errors=True)

@@ -1,0 +1,215 @@
+"""Servers as a rollout engine, with stand-ins for them: rows in the trainer's order, and what is sent when."""
+
+import threading
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from tiny import TINY
+
+from logra_jax.errors import UserError
+from logra_jax.models import CausalLM
+from logra_jax.models.names import name_table
+from logra_jax.rl.engine import Engine
+from logra_jax.rl.rollout import Sampler
+from logra_jax.rl.vllm_engine import VllmEngine, answer_seed
+from logra_jax.sync.client import Client, Completion, Synced
+
+END, PAD, VOCAB, WIDTH, NEW = 3, 0, 30, 4, 6
+KERNEL = "layers/mlp/up_proj/kernel"
+SHAPES = {KERNEL: (3, 16, 24), "norm/scale": (16,)}
+
+
+class Stand(Client):
+    """Notes what it is asked; answers with its prompt's first token as often as the answer's seed says, and an end."""
+
+    def __init__(self, longest: int = WIDTH + NEW) -> None:
+        super().__init__("http://stand")
+        self.calls: list = []
+        self.asked: dict = {}
+        self.at, self.most, self.error = -1, longest, None
+        self.lock = threading.Lock()
+
+    def longest(self):
+        return self.most
+
+    def plan(self, shapes, version):
+        self.calls.append(("plan", version))
+        self.shapes, self.at = shapes, version
+
+    def reload(self, folder, shapes, version):
+        assert folder.name == "weights"
+        self.calls.append(("reload", version))
+        self.shapes, self.at = shapes, version
+
+    def sync(self, update, blob):
+        if self.error:
+            raise self.error
+        self.calls.append(("sync", update.base, update.version))
+        self.update, self.at = update, update.version
+        return Synced(len(blob), 1.0, 1.0)
+
+    def answer(self, prompt, seed):
+        count = seed % 5
+        return Completion([prompt[0]] * count + [END], [-float(seed % 7 + 1)] * (count + 1), True, self.at)
+
+    def generate(self, prompt, *, seed, n, **settings):
+        with self.lock:
+            self.asked[tuple(prompt)] = (seed, n, settings)
+        return [self.answer(prompt, seed + j) for j in range(n)]
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make_(*stands, **options):
+        sampler = Sampler(
+            CausalLM(TINY), max_new_tokens=NEW, end_ids=(END,), vocab_size=VOCAB, pad_id=PAD, temperature=0.7
+        )
+        given = {
+            "prompt_width": WIDTH, "write": lambda params, folder: (folder / params).mkdir(parents=True),
+            "place": jnp.asarray, "folder": tmp_path / "sync", "table": name_table(TINY), "shapes": SHAPES,
+            "clients": stands,
+        }  # fmt: skip
+        return VllmEngine(sampler, **given | options)
+
+    return make_
+
+
+def advance(engine, version):
+    factors = {KERNEL: np.full((3, 2, 24), version, ml_dtypes.bfloat16)}
+    dense = {"norm/scale": np.full(16, version, np.float32)}
+    return engine.advance(version, factors, dense, seed=5, drawn=version - 1, decay=0.5)
+
+
+def test_answers_are_rows_in_the_order_of_prompts_and_samples(make):
+    stands = Stand(), Stand()
+    engine = make(*stands)
+    assert isinstance(engine, Engine)
+    engine.sync("p", 0)
+    tokens, lengths = np.array([[0, 0, 0, 7], [9, 5, 4, 6], [0, 8, 8, 8], [0, 0, 0, 7]]), np.array([1, 4, 3, 1])
+    ids = np.array([12, 0, 40, 12])
+    found = engine.generate(tokens.astype(np.int32), lengths, ids, n=3, seed=7, update=0)
+    # A prompt that is there twice goes on counting its samples.
+    seeds = [answer_seed(7, 0, int(ids[i]), (3 if i == 3 else 0) + j) for i in range(4) for j in range(3)]
+    assert len(set(seeds)) == 12
+    for row, seed in enumerate(seeds):
+        prompt, count = row // 3, seed % 5
+        np.testing.assert_array_equal(found.tokens[row, :WIDTH], tokens[prompt])
+        first = tokens[prompt, WIDTH - lengths[prompt]]
+        assert found.tokens[row, WIDTH:].tolist() == [first] * count + [END] + [PAD] * (NEW - count - 1)
+        assert found.lengths[row] == count + 1
+        expected = np.where(np.arange(NEW) <= count, -(seed % 7 + 1), 0)
+        np.testing.assert_array_equal(found.logprobs[row], expected)
+        assert found.prompt_lengths[row] == lengths[prompt]
+    assert found.stopped.all()
+    asked = stands[0].asked | stands[1].asked
+    assert set(asked) == {(7,), (9, 5, 4, 6), (8, 8, 8)}
+    _, n, settings = asked[8, 8, 8]
+    assert n == 3
+    assert settings == {
+        "max_tokens": NEW, "temperature": 0.7, "end_ids": (END,), "banned_ids": range(VOCAB, TINY.vocab_size),
+    }  # fmt: skip
+
+
+def test_rows_are_cut_at_their_limits(make):
+    engine = make(Stand())
+    engine.sync("p", 0)
+    prompts = np.full((1, WIDTH), 9, np.int32), np.array([WIDTH]), np.array([2])
+    whole = engine.generate(*prompts, n=4, seed=1, update=0)
+    cut = engine.generate(*prompts, n=4, seed=1, update=0, limits=np.array([1, 2, 3, 99]))
+    assert max(whole.lengths) > 3
+    for row, limit in enumerate((1, 2, 3, NEW)):
+        length = min(int(whole.lengths[row]), limit)
+        assert cut.lengths[row] == length
+        assert cut.stopped[row] == (whole.lengths[row] <= limit)
+        kept = np.arange(NEW) < length
+        np.testing.assert_array_equal(cut.tokens[row, WIDTH:], np.where(kept, whole.tokens[row, WIDTH:], PAD))
+        np.testing.assert_array_equal(cut.logprobs[row], np.where(kept, whole.logprobs[row], 0))
+
+
+def test_seeds_follow_the_documented_formula():
+    # printf '\7\0\0\0\0\0\0\0\3\0\0\0\0\0\0\0\14\0\0\0\0\0\0\0' | sha256sum
+    assert answer_seed(7, 3, 12, 0) == 0xDEE2ED1352802BC1 >> 2
+    assert answer_seed(7, 3, 12, 5) == (0xDEE2ED1352802BC1 >> 2) + 5
+
+
+def test_updates_travel_as_factors_and_all_weights_where_they_must(make, capsys):
+    stand, other = Stand(), Stand()
+    engine = make(stand, other, full_every=5)
+    with pytest.raises(ValueError, match="no weights"):
+        engine.generate(np.ones((1, WIDTH), np.int32), np.array([1]), np.array([0]), n=1, seed=0, update=0)
+    engine.sync("p0", 0)
+    assert set(stand.shapes) == {*(f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)), "model.norm.weight"}
+    assert stand.shapes["model.layers.0.mlp.up_proj.weight"] == (24, 16)
+    metrics = advance(engine, 1)
+    assert metrics["sync/version"] == engine.version == 1
+    assert metrics["sync/bytes"] > 2 * 2 * (3 * 2 * 24)  # both servers, two bytes each
+    assert (stand.update.seed, stand.update.drawn, stand.update.decay) == (5, 0, 0.5)
+    np.testing.assert_array_equal(stand.update.dense["model.norm.weight"], np.ones(16))
+    engine.sync("not written", 1)
+    # One server fails: nothing is sent until all weights have been.
+    stand.error = UserError("out of step")
+    assert advance(engine, 2)["sync/version"] == 1
+    assert "out of step" in capsys.readouterr().err
+    stand.error = None
+    assert advance(engine, 3)["sync/bytes"] == 0
+    engine.sync("p3", 3)
+    advance(engine, 4)
+    assert advance(engine, 5)["sync/bytes"] == 0
+    engine.sync("p5", 5)
+    assert stand.calls == [("reload", 0), ("sync", 0, 1), ("reload", 3), ("sync", 3, 4), ("reload", 5)]
+    assert other.calls == [*stand.calls[:2], ("sync", 1, 2), *stand.calls[2:]]
+
+
+def test_servers_are_started_with_the_first_weights_and_stopped(make, tmp_path):
+    events = []
+
+    class Served(SimpleNamespace):
+        def __enter__(self):
+            events.append(("start", self.name))
+            if self.name == "broken":
+                raise UserError("no such model")
+
+        def stop(self):
+            events.append(("stop", self.name))
+
+        def check(self):
+            events.append(("check", self.name))
+
+    def start(names):
+        def start_(folder):
+            assert (folder / "p").is_dir()
+            return [Served(name=name, client=Stand()) for name in names]
+
+        return start_
+
+    engine = make(start=start(["a"]))
+    engine.sync("p", 4)
+    (server,) = engine._servers
+    assert server.client.calls == [("plan", 4)]
+    engine.close()
+    engine.close()
+    assert events == [("start", "a"), ("stop", "a")]
+    assert not (tmp_path / "sync/weights").exists()
+    engine = make(start=start(["a", "broken"]))
+    with pytest.raises(UserError, match="no such model"):
+        engine.sync("p", 0)
+    assert ("stop", "a") in events[2:]
+
+
+def test_servers_that_do_not_fit_are_refused(make):
+    with pytest.raises(UserError, match=r"http://stand takes 9 tokens .* 4 \+ 6: start it with 10"):
+        make(Stand(), Stand(9))
+    stand = Stand()
+    engine = make(stand)
+    engine.sync("p", 0)
+    prompts = np.full((1, WIDTH), 9, np.int32), np.array([WIDTH]), np.array([2])
+    for answer, message in (
+        (Completion([31, END], [0.0, 0.0], True, 0), "tokens that the model does not have"),
+        (Completion([5, 6], [0.0, 0.0], True, 0), r"ended answers at token 6, the trainer's model at \(3,\)"),
+    ):
+        stand.answer = lambda *_, answer=answer: answer
+        with pytest.raises(UserError, match=message):
+            engine.generate(*prompts, n=1, seed=0, update=0)

@@ -1,0 +1,216 @@
+"""Training with vLLM servers: against a stand-in that holds real weights, and against a real server if there is one."""
+
+import base64
+import json
+import os
+import shutil
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import logra_jax.run
+from logra_jax import build, cli, train
+from logra_jax.config import load_config, resolve_path
+from logra_jax.metrics import MetricsWriter, read_rows
+from logra_jax.models import load_hf
+from logra_jax.optim import twin
+from logra_jax.sync import blob
+
+PYTHON = os.environ.get("LOGRA_VLLM_PYTHON", "")
+
+
+class Stand:
+    """A server of one rank in numpy: it applies what it is sent, and answers with ids drawn by the request's seed."""
+
+    def __init__(self) -> None:
+        self.calls: list = []
+        self.weights: dict[str, np.ndarray] = {}
+        self.version, self.longest, self.fails = "", 64, ()
+
+    def answer(self, path: str, body: dict) -> object:
+        if path == "/collective_rpc":
+            return {"results": [{"rank": 0, "ok": True, "broken": ""} | getattr(self, body["method"])(body["kwargs"])]}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        if path == "/inference/v1/generate":
+            sampling = body["sampling_params"]
+            return {"choices": [self.choice(j, sampling) for j in range(sampling["n"])]}
+        card = {"id": "policy", "max_model_len": self.longest}
+        return {"/v1/models": {"data": [card]}, "/reset_prefix_cache": {"success": True}}.get(path, {})
+
+    def choice(self, j: int, sampling: dict) -> dict:
+        (end,), longest = sampling["stop_token_ids"], sampling["max_tokens"]
+        tokens = np.random.default_rng(sampling["seed"] + j).integers(2, 17, longest).tolist()
+        tokens[-1] = end if j % 2 else tokens[-1]
+        return {
+            "index": j, "token_ids": tokens, "finish_reason": "stop" if j % 2 else "length",
+            "logprobs": {"content": [{"logprob": -2.8}] * longest}, "weight_versions": [{"version": self.version}],
+        }  # fmt: skip
+
+    def logra_plan(self, asked: dict) -> dict:
+        self.calls.append(asked["version"])
+        shapes = {name: self.weights[name].shape for name in asked["shapes"]}
+        assert shapes == {name: tuple(shape) for name, shape in asked["shapes"].items()}
+        return {"parts": {name: [[[0, size] for size in shape]] for name, shape in shapes.items()}}
+
+    def logra_reload(self, asked: dict) -> dict:
+        self.weights = load_file(Path(asked["path"], "model.safetensors"))
+        return {}
+
+    def logra_apply(self, asked: dict) -> dict:
+        update, digest = blob.decode(base64.b64decode(asked["base64_blob"]))
+        self.calls.append((update.base, update.version))
+        if update.version in self.fails:
+            return {"ok": False, "error": "half-way", "broken": "half-way", "version": update.base, "sha256": ""}
+        for name, bits in update.factors.items():
+            factor = (bits.astype(np.uint32) << 16).view(np.float32)
+            signs = twin.signs(update.seed, update.drawn, name, len(factor), self.weights[name].shape[1])
+            change = factor.T.astype(np.float64) @ signs / np.sqrt(len(factor))
+            self.weights[name] = ((1 - update.decay) * self.weights[name] + change).astype(np.float32)
+        self.weights |= update.dense
+        return {"version": update.version, "sha256": digest}
+
+
+@pytest.fixture
+def stand():
+    stand = Stand()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = stand.answer(self.path.partition("?")[0], json.loads(raw) if raw else {})
+            text = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_POST
+
+        def log_message(self, *_) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    stand.url = f"http://127.0.0.1:{server.server_port}"
+    yield stand
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+FAST = """
+data.eval=null checkpoint.every=0 checkpoint.async=false optimizer.others=adamw optimizer.others_learning_rate=1e-3
+optimizer.weight_decay=.1 loss.reference_kl=0 kl.control=false kl.check_every=0 steps=5
+"""
+
+
+def test_a_server_has_the_trainers_weights_after_every_update(stand, command_settings, monkeypatch, capsys) -> None:
+    """Through a sync that fails, an update that is not finite, and a resume."""
+    argv = [*command_settings, *FAST.split(), "rollout.engine=vllm", f"vllm.urls=[{stand.url}]"]
+    monkeypatch.setattr(MetricsWriter, "draw", lambda self: None)  # takes longer than all the rest
+    batch = logra_jax.run.Run.batch
+
+    def spoilt(self, rollout, advantages, state):
+        found = batch(self, rollout, advantages, state)
+        return found._replace(advantages=found.advantages * np.float32("nan")) if stand.calls[-1] == (3, 4) else found
+
+    # optax.adamw raises a float to an int32 power.
+    with monkeypatch.context() as patched, jax.numpy_dtype_promotion("standard"):
+        patched.setattr(logra_jax.run.Run, "batch", spoilt)
+        stand.fails = (2,)
+        assert train.main(argv) == train.FAILED
+        assert "update 4 was not finite" in capsys.readouterr().err
+        assert stand.calls == [0, (0, 1), (1, 2), 2, (2, 3), (3, 4)]
+        assert stand.version == "4"
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main([*argv, "--resume"]) == 0
+    assert stand.calls[6:] == [4, (4, 5)]
+    wanted = load_file("out/hf/model.safetensors")
+    assert stand.weights.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        # Sums of a rounded weight and 4 or fewer products in another order, after a reload: few roundings.
+        np.testing.assert_allclose(stand.weights[name], weight, rtol=0, atol=1e-6 * np.abs(weight).max(), err_msg=name)
+    rows = read_rows("out/metrics.jsonl")
+    assert [row["sync/version"] for row in rows] == [1, 1, 3, 4, 5]
+    assert [row["sync/bytes"] > 0 for row in rows] == [True, False, True, True, True]
+    assert not Path("out/sync/weights").exists()
+
+
+def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_settings, capsys) -> None:
+    argv = [*command_settings, "rollout.engine=vllm", "vllm.timeout_s=5"]
+
+    def refused(*more: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            cli.run(lambda: train.main([*argv, *more]))
+        assert left.value.code == 2
+        return capsys.readouterr().err
+
+    stand.longest = 11
+    assert "takes 11 tokens (--max-model-len)" in refused(f"vllm.urls=[{stand.url}]")
+    assert "http://127.0.0.1:1/v1/models: no answer" in refused("vllm.urls=[http://127.0.0.1:1]")
+    assert "nowhere is no interpreter that can be run" in refused("vllm.python=nowhere")
+    assert not stand.calls
+    assert list(Path().iterdir()) == []
+
+
+def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(build, "Server", lambda *places, **options: asked.append((places, options)))
+    settings = f"""rollout.engine=vllm vllm.python={sys.executable} vllm.servers=2 vllm.tensor_parallel=2
+        vllm.gpus=4,5,6,7 vllm.arguments=[--enforce-eager] vllm.start_s=9 vllm.timeout_s=8 vllm.folder={tmp_path}"""
+    config = load_config(None, settings.split())
+    model, _ = load_hf(resolve_path(config.model.path))
+    sampler = build.make_sampler(config, model, 17, 1.0, 1.0)
+    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray)
+    engine._start(tmp_path / "weights")
+    assert [places[2].name for places, _ in asked] == ["server-0.log", "server-1.log"]
+    for (places, options), gpus in zip(asked, ("4,5", "6,7"), strict=True):
+        assert places[:2] == (Path(sys.executable), tmp_path / "weights")
+        assert options == {
+            "folder": tmp_path, "start_seconds": 9.0, "timeout": 8.0, "variables": {"CUDA_VISIBLE_DEVICES": gpus},
+            "options": {"dtype": "float32", "tensor_parallel": 2, "max_length": 6 + 33, "max_sequences": 64,
+                        "more": ("--enforce-eager",)},
+        }  # fmt: skip
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not PYTHON, reason="LOGRA_VLLM_PYTHON names no interpreter with vLLM")
+def test_a_real_server_samples_from_the_policy(fixtures, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(fixtures / "tiny-qwen3", "model")
+    rows = [{"prompt": f"How much is {a} and {a}?", "answer": str(2 * a)} for a in range(8)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    differences, batch = [], logra_jax.run.Run.batch
+
+    def compared(self, rollout, advantages, state):
+        found = batch(self, rollout, advantages, state)
+        scored = np.asarray(self._score(state.train, self.frozen, found))
+        real = np.arange(scored.shape[1]) < np.asarray(found.lengths)[:, None]
+        differences.append(np.abs(scored - np.asarray(found.rollout_logprobs))[real].max())
+        varied = np.arange(8, dtype=np.float32) % 2 - np.float32(0.5)
+        return found._replace(advantages=varied)  # answers of a random model are all wrong
+
+    monkeypatch.setattr(logra_jax.run.Run, "batch", compared)
+    settings = """
+        steps=3 model.path=model model.compute_dtype=float32 data.train=rows.jsonl data.eval=null
+        data.max_prompt_length=99 mesh.fsdp=1
+        rollout.prompts=4 rollout.generations=2 rollout.max_new_tokens=12 rollout.temperature=0.7 reward.kind=exact
+        reward.pattern=null optimizer.rank=8 optimizer.update_ratio=.03 kl.control=false kl.check_every=0
+        checkpoint.every=0 log.tensorboard=false log.progress=false
+        rollout.engine=vllm vllm.arguments=[--enforce-eager] vllm.start_s=300"""
+    assert train.main([*settings.split(), f"vllm.python={PYTHON}"]) == 0
+    assert [row["sync/version"] for row in read_rows("out/metrics.jsonl")] == [1, 2, 3]
+    # Log-probabilities of some -6 at temperature 0.7, from sums in another order.
+    assert len(differences) == 3
+    assert max(differences) < 1e-4
