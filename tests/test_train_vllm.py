@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jax
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from served import served
 
 import logra_jax.run
 from logra_jax import build, cli, train
@@ -81,30 +80,9 @@ class Stand:
 @pytest.fixture
 def stand():
     stand = Stand()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            answer = stand.answer(self.path.partition("?")[0], json.loads(raw) if raw else {})
-            text = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_GET = do_POST
-
-        def log_message(self, *_) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    stand.url = f"http://127.0.0.1:{server.server_port}"
-    yield stand
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(lambda path, body: (200, stand.answer(path.partition("?")[0], body or {}))) as url:
+        stand.url = url
+        yield stand
 
 
 FAST = """

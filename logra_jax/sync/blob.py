@@ -137,11 +137,19 @@ def digest(blob: bytes) -> str:
 
 
 def write(path: str | Path, blob: bytes) -> None:
-    """Put a blob where others read it: complete under its name, or not there at all."""
+    """Put a blob where others read it: complete under its name, or not there at all.
+
+    Raises:
+      UserError: the folder cannot be written to, or is full.
+    """
     path = Path(path)
     part = path.with_name(f"{path.name}.part")
-    part.write_bytes(blob)
-    part.replace(path)
+    try:
+        part.write_bytes(blob)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"weight update: {path} cannot be written ({error})") from None
 
 
 def read(path: str | Path) -> tuple[Update, str]:

@@ -13,7 +13,8 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -152,10 +153,12 @@ class Client:
         """
         blob = blobs.encode(update, distribution) if blob is None else blob
         start = time.perf_counter()
-        self.call("/pause?mode=keep&clear_cache=true")
-        before = time.perf_counter()
-        found = self._deliver(blob, update.version)
-        after = time.perf_counter()
+        # All that can go wrong on this side does so before the server is paused.
+        with self._message(blob, update.version) as message:
+            self.call("/pause?mode=keep&clear_cache=true")
+            before = time.perf_counter()
+            found = self._ranks("logra_apply", **message)
+            after = time.perf_counter()
         wanted = (update.version, blobs.digest(blob))
         if not all(rank["ok"] and (rank["version"], rank["sha256"]) == wanted for rank in found):
             untouched = all(not rank["ok"] and not rank["broken"] for rank in found)
@@ -169,9 +172,12 @@ class Client:
         self._publish(update.version)
         return Synced(len(blob), time.perf_counter() - start, after - before)
 
-    def _deliver(self, blob: bytes, version: int) -> list[dict[str, Any]]:
+    @contextmanager
+    def _message(self, blob: bytes, version: int) -> Iterator[dict[str, str]]:
+        """The arguments of the workers' call: the blob itself, or the name of a file that is there meanwhile."""
         if len(blob) <= LARGEST_MESSAGE:
-            return self._ranks("logra_apply", base64_blob=base64.b64encode(blob).decode())
+            yield {"base64_blob": base64.b64encode(blob).decode()}
+            return
         if self.folder is None:
             raise UserError(
                 f"{self.url}: the update has {len(blob)} bytes, a message holds {LARGEST_MESSAGE}; name a folder "
@@ -180,7 +186,7 @@ class Client:
         path = Path(self.folder).resolve() / f"update-{version}-{os.getpid()}-{id(self)}.safetensors"
         try:
             blobs.write(path, blob)
-            return self._ranks("logra_apply", path=str(path))
+            yield {"path": str(path)}
         finally:
             path.unlink(missing_ok=True)
 

@@ -1,12 +1,10 @@
 """The client against a stand-in for a server: what it asks for, in which order, and what it makes of the answers."""
 
 import base64
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from served import served
 
 from logra_jax.errors import UserError
 from logra_jax.sync import blob as blobs
@@ -51,30 +49,9 @@ class Stand:
 @pytest.fixture
 def stand():
     stand = Stand()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            code, answer = stand.answer(self.path, json.loads(raw) if raw else None)
-            text = json.dumps(answer).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        do_GET = do_POST
-
-        def log_message(self, *_) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    stand.client = Client(f"http://127.0.0.1:{server.server_port}", timeout=10)
-    yield stand
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(stand.answer) as url:
+        stand.client = Client(url, timeout=10)
+        yield stand
 
 
 def test_a_plan_must_cover_every_element(stand) -> None:
@@ -106,6 +83,10 @@ def test_large_blobs_go_through_a_shared_folder(stand, tmp_path, monkeypatch) ->
     monkeypatch.setattr(clients, "LARGEST_MESSAGE", 100)
     with pytest.raises(UserError, match="name a folder"):
         stand.client.sync(UPDATE)
+    stand.client.folder = tmp_path / "missing"
+    with pytest.raises(UserError, match="cannot be written"):
+        stand.client.sync(UPDATE)
+    assert not stand.calls  # nobody was paused for what could not be sent
     stand.client.folder = tmp_path
     stand.client.sync(UPDATE)
     assert len(stand.paths) == 1
