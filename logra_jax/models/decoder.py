@@ -25,7 +25,7 @@ from logra_jax.models.block import DecoderLayer
 from logra_jax.models.cache import Cache, LayerCache
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.flash import Front
-from logra_jax.models.layers import Embedding, Linear, RMSNorm, Rope, Sight, rope_angles
+from logra_jax.models.layers import Embedding, Linear, RMSNorm, Rope, Sight, positions_within, rope_angles
 from logra_jax.models.names import name_table
 from logra_jax.models.remat import LAYER_INPUT, REMAT, rematerialized
 
@@ -385,13 +385,6 @@ def _layer_of_group(values: Params, full: bool, at: tuple[Any, Any]) -> Params:
     # A group has one layer with full attention, so those parameters are stacked over groups alone.
     mixer = {"self_attn": cut(values["self_attn"], at[0])} if full else {"linear_attn": cut(values["linear_attn"], *at)}
     return mixer | {name: cut(part, *at) for name, part in values.items() if name not in ("self_attn", "linear_attn")}
-
-
-def positions_within(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
-    """How many tokens of the same segment come before each token; the tokens of a segment lie next to each other."""
-    place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
-    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return place - jax.lax.cummax(jnp.where(starts, place, 0), axis=1)
 
 
 def project(hidden: Float[Array, "batch time d"], head: Any) -> Float[Array, "batch time vocab"]:

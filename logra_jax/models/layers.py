@@ -130,6 +130,13 @@ class Embedding(nnx.Module):
         return constrain(constrain(found, self.mesh, None, None, "embed"), self.mesh, "batch", None, None)
 
 
+def positions_within(segments: Int[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """How many tokens of the same segment come before each token; the tokens of a segment lie next to each other."""
+    place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return place - jax.lax.cummax(jnp.where(starts, place, 0), axis=1)
+
+
 def rope_angles(positions: Int[Array, "batch time"], config: ModelConfig, dtype: jax.typing.DTypeLike) -> Rope:
     """Angles `position * theta^(-2i/rotary_dim)`, computed in float32."""
     half = config.rotary_dim // 2

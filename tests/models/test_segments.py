@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from logra_jax.models import layers
-from logra_jax.models.decoder import positions_within
+from logra_jax.models.layers import positions_within
 
 LENGTHS, WIDTH = (5, 1, 7, 3), 7
 # Texts 1 to 4 in two rows of 13 slots, with padding between, before and behind.
