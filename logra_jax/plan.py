@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from logra_jax import cli
@@ -333,14 +334,14 @@ def search(config: Config, count: int, fits: Callable[[Config], bool], shape: Mo
     found: dict[str, int | None] = {}
     for key, (values, changed) in settings.items():
         print(f"searching {key} ...", file=sys.stderr, flush=True)
-        found[key] = largest_fitting(values, lambda value, changed=changed: _fits(fits, changed(value)))  # type: ignore[misc]
+        found[key] = largest_fitting(values, partial(_fits, fits, changed))
     return found
 
 
-def _fits(fits: Callable[[Config], bool], config: Config) -> bool:
-    """Whether it fits; sizes that cannot be compiled do not."""
+def _fits(fits: Callable[[Config], bool], changed: Callable[[int], Config], value: int) -> bool:
+    """Whether the configuration with this value fits; sizes that cannot be compiled do not."""
     try:
-        return fits(config)
+        return fits(changed(value))
     except UserError as error:
         print(f"note: counted as not fitting: {error}", file=sys.stderr)
         return False

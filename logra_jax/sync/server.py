@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 from logra_jax.errors import UserError
 from logra_jax.sync.client import Client
@@ -98,7 +99,7 @@ class Server:
         port: int = 0,
         host: str = "127.0.0.1",
         start_seconds: float = 600.0,
-        options: Mapping[str, object] | None = None,
+        options: Mapping[str, Any] | None = None,
         variables: Mapping[str, str] | None = None,
         folder: Path | None = None,
         timeout: float = 600.0,
@@ -109,7 +110,7 @@ class Server:
         self.port = _free_port(host, port)
         self.log, self._start_seconds = Path(log), start_seconds
         self.client = Client(f"http://{host}:{self.port}", timeout=timeout, folder=folder)
-        self._command = command(python, Path(model).resolve(), self.port, host=host, **(options or {}))  # type: ignore[arg-type]
+        self._command = command(python, Path(model).resolve(), self.port, host=host, **(options or {}))
         self._variables = dict(variables or {})
         self._process: subprocess.Popen | None = None
 
