@@ -79,6 +79,20 @@ def test_weights_are_never_held_twice():
     assert found < depth * width * mlp * FLOAT / DEVICES
 
 
+def test_weights_of_hybrid_models_are_never_held_twice():
+    """A layer that is cut out of its stack before the remat policy is kept for the backward pass, and so are all."""
+    depth, width, mlp = 256, 128, 512
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    found = compiled_temporaries(
+        prompt=8, new=8, vocab_size=64, hidden_size=width, intermediate_size=mlp, num_hidden_layers=depth,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, model_type="qwen3_5_text",
+        layer_types=kinds * (depth // 4), linear_conv_kernel_dim=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=1, linear_num_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    assert found < depth * width * mlp * FLOAT / DEVICES
+
+
 def test_neither_logits_nor_scores_exist_for_all_tokens(monkeypatch):
     """A long row and a large vocabulary: one row's logits, or scores of all heads, are larger than the rest."""
     monkeypatch.setattr(loss, "CHUNK_ELEMENTS", 2**20)
