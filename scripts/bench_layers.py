@@ -9,7 +9,7 @@ gradient by the input, run in turn so that all see the same machine:
 
     attention    full attention, blocks of 512 queries
     delta        the gated delta layer as trained, chunk by chunk
-    steps        the same layer, its recurrence token by token (a state per token is kept for the gradient)
+    steps        the same layer, its recurrence token by token (the gradient keeps a state per token, so not of long rows)
 
 Times are medians, ratios medians over the turns. FLOPs are counted in the traced program, loops with all their turns
 (XLA counts their bodies once): products from their shapes, anything else one per element that it makes. Temporaries
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="512,1024,2048,4096,8192,16384", metavar="N,...", help="lengths of the row")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the activations (default: float32)")
     parser.add_argument("--repeats", type=cli.positive, default=5, help="timed turns (default: 5)")
-    parser.add_argument("--steps-up-to", type=int, default=2048, metavar="N", help="longest row of the recurrence")
+    parser.add_argument("--steps-up-to", type=int, default=2048, metavar="N", help="longest row for the gradient of the recurrence (default: 2048)")
     found = parser.parse_args()
     config = scaled(found.preset, found.scale)
     try:
@@ -81,8 +81,9 @@ def main() -> int:
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in PASSES}
     for tokens in lengths:
         print(f"measuring {tokens} tokens ...", file=sys.stderr, flush=True)
-        names = (ATTENTION, DELTA, STEPS) if tokens <= found.steps_up_to else (ATTENTION, DELTA)
-        for name, row in measure(config, names, tokens, found.dtype, found.repeats).items():
+        every = (ATTENTION, DELTA, STEPS)
+        programs = {PASSES[0]: every, PASSES[1]: every if tokens <= found.steps_up_to else every[:2]}
+        for name, row in measure(config, programs, tokens, found.dtype, found.repeats).items():
             rows[name].append(row)
     device = jax.devices()[0]
     print(f"{found.preset} / {found.scale}, {found.dtype}, {device.device_kind}, {found.repeats} turns")
@@ -138,12 +139,12 @@ def mixer(config: ModelConfig, name: str, dtype: str) -> tuple[Callable[..., Any
 
 
 def measure(
-    config: ModelConfig, names: tuple[str, ...], tokens: int, dtype: str, repeats: int
+    config: ModelConfig, programs_of: dict[str, tuple[str, ...]], tokens: int, dtype: str, repeats: int
 ) -> dict[str, dict[str, float]]:
-    """Pass -> figures of all programs on a row of so many tokens: microseconds, FLOPs, bytes, ratios to `delta`."""
+    """Pass -> figures of its programs on a row of so many tokens: microseconds, FLOPs, bytes, ratios to `delta`."""
     x = jax.random.normal(jax.random.key(1), (1, tokens, config.hidden_size), dtype)
     found: dict[str, dict[str, float]] = {}
-    for kind in PASSES:
+    for kind, names in programs_of.items():
         programs, row = {}, found.setdefault(kind, {"tokens": tokens})
         for name in names:
             run, weights = mixer(config, name, dtype)
