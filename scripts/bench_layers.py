@@ -9,7 +9,8 @@ gradient by the input, run in turn so that all see the same machine:
 
     attention    full attention, blocks of 512 queries
     delta        the gated delta layer as trained, chunk by chunk
-    steps        the same layer, its recurrence token by token (the gradient keeps a state per token, so not of long rows)
+    steps        the same layer, its recurrence token by token; its gradient keeps a state per token, and is left out
+                 for rows longer than --steps-up-to
 
 Times are medians, ratios medians over the turns. FLOPs are counted in the traced program, loops with all their turns
 (XLA counts their bodies once): products from their shapes, anything else one per element that it makes. Temporaries
@@ -71,7 +72,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="512,1024,2048,4096,8192,16384", metavar="N,...", help="lengths of the row")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the activations (default: float32)")
     parser.add_argument("--repeats", type=cli.positive, default=5, help="timed turns (default: 5)")
-    parser.add_argument("--steps-up-to", type=int, default=2048, metavar="N", help="longest row for the gradient of the recurrence (default: 2048)")
+    parser.add_argument("--steps-up-to", type=int, default=2048, metavar="N", help="of the gradient of the recurrence")
     found = parser.parse_args()
     config = scaled(found.preset, found.scale)
     try:

@@ -79,6 +79,30 @@ def test_segments_know_nothing_of_each_other(reference, inputs):
     np.testing.assert_allclose(last, state, atol=1e-5, rtol=0)
 
 
+def test_derivatives_are_those_of_the_recurrence(reference, inputs):
+    """Both ways through the solve, of inputs and state, against the loop over tokens."""
+    state, draw = start(reference, "s0"), np.random.default_rng(5).standard_normal
+
+    def by_steps(inputs, state):
+        def step(state, token):
+            out, state = delta_rule_step(jax.tree.map(lambda x: x[:, None], token), state)
+            return state, out[:, 0]
+
+        state, out = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), inputs))
+        return jnp.swapaxes(out, 0, 1), state
+
+    at = (jax.tree.map(jnp.asarray, inputs), state)
+    along, back = (
+        jax.tree.map(lambda x: jnp.asarray(draw(x.shape), jnp.float32), tree) for tree in (at, jax.eval_shape(RUN, *at))
+    )
+    found, expected = (
+        (jax.jvp(run, at, along)[1], jax.vjp(run, *at)[1](back)) for run in (delta_rule, jax.jit(by_steps))
+    )
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # Sums over 140 tokens of float32 products, in another order.
+        np.testing.assert_allclose(ours, theirs, atol=140 * 1.2e-7 * np.abs(theirs).max(), rtol=0)
+
+
 def test_tokens_that_write_nothing_leave_the_state(reference, inputs):
     mask = np.ones((1, 140, 1), np.float32)
     mask[:, :7] = mask[:, 90:] = 0
