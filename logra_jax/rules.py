@@ -152,6 +152,9 @@ def _check_vllm(config: Config) -> None:
             "rollout.engine=vllm has no servers: give vllm.urls, or as vllm.python the interpreter of an environment "
             "with vLLM, to start them with"
         )
+    for url in vllm.urls:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"vllm.urls has {url!r}: an address is http://HOST:PORT")
     for key, value in (("top_k", rollout.top_k), ("top_p", rollout.top_p)):
         if value != SETTINGS[f"rollout.{key}"].default:
             raise UserError(

@@ -31,6 +31,7 @@ _CONTROL, _CHECK, _EVAL = "kl.control=true", "kl.check_every!=0", "data.eval!=nu
 _RANDOM = "eval.temperature!=0"
 _VLLM = "rollout.engine=vllm"
 _STARTS = f"{_VLLM} and vllm.urls=[]"
+_SAMPLES = "rollout.engine=jax or data.eval!=null"  # evaluation always takes the built-in sampler
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,10 @@ class Rollout:
         "answers sampled at a time, with memory for their keys and values: when one ends, the next that waits takes "
         "its place; 0: all",
         "[0, inf)",
+        _SAMPLES,
     )
     cache_dtype: Literal["float32", "bfloat16"] | None = _f(
-        None, "number format of the keys and values of sampling; null: model.compute_dtype"
+        None, "number format of the keys and values of sampling; null: model.compute_dtype", only=_SAMPLES
     )
 
     @property
@@ -129,7 +131,7 @@ class Vllm:
         "should not see them. null: those that it sees",
         only=_STARTS,
     )
-    arguments: tuple[str, ...] = _f((), "further arguments of the servers, as vLLM reads them", only=_STARTS)
+    arguments: tuple[str, ...] = _f((), "further arguments of the servers, such as [--max-num-seqs=64]", only=_STARTS)
     start_s: float = _f(600.0, "seconds until a server that was started must answer", "(0, inf)", _STARTS)
     timeout_s: float = _f(600.0, "seconds that any one answer may take", "(0, inf)", _VLLM)
     folder: str | None = _f(

@@ -146,11 +146,11 @@ def main() -> int:
         print(f"| {name} | {statistics.median(rates):.0f} | {rates[0]:.0f} | {rates[-1]:.0f} |")
     for new, old in (("equal", "equal, other"), ("refilled", "batches"), ("refilled", "batches, other")):
         if old in seconds:
-            print(f"{new} / {old}, tokens/s:", end="")
+            parts = []
             for i, label in enumerate(("on the clock", "per second of a core")):
                 ratios = sorted(b[i] / a[i] for a, b in zip(seconds[new], seconds[old], strict=True))
-                print(f" {statistics.median(ratios):.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f}) {label}", end=";")
-            print()
+                parts.append(f"{statistics.median(ratios):.2f} times ({ratios[0]:.2f} to {ratios[-1]:.2f}) {label}")
+            print(f"{new} / {old}, tokens/s: {'; '.join(parts)}")
     return 0
 
 

@@ -12,7 +12,7 @@ from logra_jax import cli, plan
 from logra_jax.build import read_model_config
 from logra_jax.config import load_config
 from logra_jax.errors import UserError
-from logra_jax.footprint import Footprint, with_optimizer
+from logra_jax.footprint import Footprint, Parts, with_optimizer
 from logra_jax.gpus import GIB, GPUS, find_gpu
 from logra_jax.plan import OPTIMIZERS
 from logra_jax.rules import check
@@ -44,6 +44,13 @@ def settings(fixtures, command_settings):
         "kl.probe_responses=2",
         "kl.check_every=0",
     ]
+
+
+def test_slots_have_keys_and_values_and_so_have_prompts_that_wait(settings):
+    """Two devices with 3 of 6 slots each: two of a device's prompts, of 2 answers each, fill them."""
+    config = load_config(None, [*settings, "rollout.slots=6", "rollout.cache_dtype=float32"])
+    found = Parts(config, read_model_config(config), VOCAB, jax.devices()[:2]).kv_cache()
+    assert found == 2 * LAYERS * KV * 4 * (3 * (PROMPT + ANSWER) + 2 * PROMPT)
 
 
 @pytest.fixture

@@ -93,6 +93,8 @@ class VllmEngine:
         if self._pool is None:
             assert self._start is not None
             self._servers = self._start(self._weights)
+            logs = ", ".join(str(server.log) for server in self._servers)
+            print(f"starting   vLLM, which may take a minute; its output goes to {logs}", flush=True)
             start_all(self._servers)
             self._pool = Pool([server.client for server in self._servers])
             self._pool.plan(self._shapes, version)

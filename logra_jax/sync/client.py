@@ -81,7 +81,7 @@ class Client:
             with urllib.request.urlopen(request, timeout=timeout or self.timeout) as answer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
-            reason = error.read().decode(errors="replace")[:1000]
+            reason = " ".join(error.read().decode(errors="replace").split())[:500]
             raise UserError(f"{self.url}{path}: the server answered {error.code}: {reason}") from None
         except (OSError, http.client.HTTPException) as error:
             cause, limit = getattr(error, "reason", None) or error, timeout or self.timeout

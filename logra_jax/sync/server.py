@@ -61,9 +61,11 @@ def command(
 def environment(package: Path) -> dict[str, str]:
     """Variables for the server; `package`: a folder that this package, and nothing else, can be imported from."""
     more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(package)}
+    # GiB for keys and values where vLLM runs on a CPU, of which it takes nearly all memory if nothing is said.
+    usual = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     # The trainer's choices for its own libraries are not meant for the server.
     own = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "XLA_", "JAX_"))}
-    return own | more
+    return usual | own | more
 
 
 def check_python(python: str | Path) -> None:

@@ -181,7 +181,7 @@ def test_servers_are_started_with_the_first_weights_and_stopped(make, tmp_path):
     def start(names):
         def start_(folder):
             assert (folder / "p").is_dir()
-            return [Served(name=name, client=Stand()) for name in names]
+            return [Served(name=name, client=Stand(), log=f"{name}.log") for name in names]
 
         return start_
 

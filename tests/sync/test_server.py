@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from logra_jax.errors import UserError
-from logra_jax.sync.server import EXTENSION, Server, command
+from logra_jax.sync.server import EXTENSION, Server, command, environment
 
 STAND_IN = f"""#!{sys.executable}
 import http.server, os, sys
@@ -88,3 +88,10 @@ def test_what_the_client_relies_on_is_asked_for() -> None:
     assert pairs["--generation-config"] == "vllm"
     assert pairs["--worker-extension-cls"] == EXTENSION
     assert (pairs["--host"], pairs["--tensor-parallel-size"], pairs["--max-model-len"]) == ("127.0.0.1", "2", "512")
+
+
+def test_a_server_on_a_cpu_leaves_memory_to_others(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert environment(tmp_path)["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    assert environment(tmp_path)["VLLM_CPU_KVCACHE_SPACE"] == "7"
