@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from logra_jax.errors import UserError
 from logra_jax.sync.server import EXTENSION, Server, command, environment
 
 STAND_IN = f"""#!{sys.executable}
-import http.server, os, sys
+import http.server, os, subprocess, sys
 print(*sys.argv[1:], flush=True)
 print(os.environ["VLLM_SERVER_DEV_MODE"], os.environ["MINE"], os.environ.get("JAX_PLATFORMS"), flush=True)
 shown = os.environ["PYTHONPATH"]
 print(sorted(os.listdir(shown)), os.path.realpath(shown + "/logra_jax"), flush=True)
 if "die" in sys.argv:
     sys.exit("ValueError: not such a model")
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)  # a worker
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -53,11 +55,23 @@ def test_runs_inside_the_context_alone(start) -> None:
     assert not server.client.healthy()
     assert not package.exists()
     server.stop()  # once more does no harm
-    line, variables, shown = server.log.read_text().splitlines()[:3]
+    line, variables, shown, worker = server.log.read_text().splitlines()[:4]
     assert line.startswith("-m vllm.entrypoints.openai.api_server --enable-scale-out --model /")
     assert line.endswith("--enforce-eager")
     assert variables == "1 1 None"
     assert shown == f"['logra_jax'] {Path(__file__).parents[2] / 'logra_jax'}"
+    end = time.monotonic() + 10
+    while running(int(worker)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not running(int(worker))
+
+
+def running(process: int) -> bool:
+    """Whether it runs; what has ended may wait for somebody who asks how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_server_that_ends_is_quoted(start) -> None:
