@@ -9,12 +9,34 @@ from latex2sympy2_extended.latex2sympy2 import latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify.grader import should_treat_as_complex
 
-from logra_jax.rl.math_equal import TooLarge, bound, equal
+from logra_jax.rl.math_equal import PERCENT, TooLarge, bound, equal
 
 MAX_BOX = 2_000  # characters of an answer that are parsed
 
 _WITH_UNITS = NormalizationConfig(units=True, malformed_operators=True, nits=True, boxed="none")
 _WITHOUT_UNITS = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+
+
+def _improper(match: re.Match[str]) -> str:
+    whole, top, bottom = (int(part) for part in match.groups())
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
+
+
+# Other spellings of what the parser knows: thousands set apart by spaces, the mixed number 3 1/2, upright constants, a
+# second name of the empty set, the degree character, functions of degrees (a unit elsewhere), letters behind \\.
+_DEGREE = r"(?:\{\s*\\circ\s*\}|\\circ)"
+_SPELLINGS = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"(?<![\d.,])\d{1,3}(?:(?: |~|\\ )\d{3})+(?![\d.,])", lambda match: re.sub(r"\D", "", match[0])),
+        (r"(?<![\d.,}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", _improper),
+        (r"\\mathrm\s*\{\s*([ei])\s*\}", r"\1"),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        ("°", r"^\\circ"),
+        (rf"(\\(?:sin|cos|tan|cot|sec|csc)\s*\(?)\s*(\d+(?:\.\d+)?)\s*\^\s*{_DEGREE}", r"\1(\2\\pi/180)"),
+        (r"\\\\(?=[A-Za-z])", r"\\\\ "),
+    )
+]
 
 
 class BadGold(Exception):
@@ -68,6 +90,28 @@ def score(gold: str, completion: str) -> float:
         return 0.0  # sympy raises any of these on expressions that it cannot handle: not shown to be equal
 
 
+def check_gold(gold: str) -> None:
+    """Raises BadGold for a gold answer that no other way of writing it could be found equal to.
+
+    That is one that is empty, too long or too large to evaluate, or neither mathematics nor words.
+    """
+    target = last_box(gold)
+    target = _clean(gold if target is None else target)
+    if not target:
+        raise BadGold("the gold answer is empty")
+    if len(target) > MAX_BOX:
+        raise BadGold(f"the gold answer is longer than {MAX_BOX} characters")
+    if ":" in target:
+        return
+    want = _parse(target)
+    if want is None and not re.fullmatch(r"[\s\w.,;:()'’-]*", re.sub(r"\\text\w*\s*\{([^{}]*)\}", r"\1", target)):
+        raise BadGold("the gold answer is neither mathematics that can be read nor words")
+    try:
+        bound(want)
+    except TooLarge as error:
+        raise BadGold("the gold answer is too large to evaluate") from error
+
+
 def last_box(text: str) -> str | None:
     r"""The content of the complete \boxed{...} that closes last, None without one; in linear time."""
     opened: list[int] = []  # start of the content for a box, -1 for any other brace
@@ -86,8 +130,14 @@ def last_box(text: str) -> str | None:
 
 def _clean(text: str) -> str:
     """Plain rewriting that changes no meaning and that the LaTeX parser needs."""
-    text = re.sub(r"\\boxed\s*(?=\{)", "", text).strip().strip("$").strip().rstrip(".,;").strip()
+    text = re.sub(r"\\boxed\s*(?=\{)", "", text).strip().strip("$")
+    text = re.sub(r"^(?:\\[,;:! ]|\s)+|(?:\\[,;:! ]|\s)+$", "", text)
+    text = re.sub(r"[.,;\s]*(?:\\\\)?[.,;\s]*$|(?<=\w)[.,;]\s*(?=\}$)", "", text)  # the end of a sentence or line
+    text = re.sub(r"^\s*(?:\\approx|\\simeq|=)\s*", "", text)
+    for pattern, plain in _SPELLINGS:
+        text = pattern.sub(plain, text)
     number = r"[-+−]?[\d.,/]*\d\s*(?:\\?%)?"
+    text = re.sub(rf"\\text\s*\{{\s*({number})\s+([A-Za-z][A-Za-z ]*)\}}", r"\1\\text{ \2}", text)  # 5 apples
     text = re.sub(rf"\\(?:text|math)(?:rm|bf|it|sf|tt|normal)?\s*\{{\s*({number})\s*\}}", r"\1", text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     return re.sub(r"(\d*)\.(\d*)\\overline\{(\d+)\}", _repeating, text)
@@ -124,6 +174,9 @@ def _same_ratio(target: str, answer: str) -> bool:
 @functools.lru_cache(maxsize=4096)  # a group shares its gold answer and often its wrong ones
 def _parse(text: str) -> Any:
     """A sympy object for the WHOLE text, or None. Nothing is looked for inside a text that does not parse."""
+    if (percent := re.fullmatch(r"(.*[^\\\s])\s*\\?%", text, re.DOTALL)) is not None:
+        number = _parse(percent[1])  # the parser takes the sign for a part of the last factor only
+        return number * PERCENT if isinstance(number, sympy.Expr) else None
     if re.search(r"(?<![\d_])\d+\s+\d", re.sub(r"\d{1,3}(?: \d{3})+(?!\d)", "0", text)):
         return None  # numbers side by side: the parser would add or multiply them
     if re.search(r"\\sqrt\s*\[[^\]]*[\^!]", text):

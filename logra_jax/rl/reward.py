@@ -166,8 +166,8 @@ class _MathGrader(_AnswerGrader):
         reasons = {}
         for gold, reply in zip(odd, self._pool.run([{"gold": gold} for gold in odd]), strict=True):
             if "score" not in reply:
-                late = f"takes more than {self._pool.timeout_s:g} s to read"
-                reasons[gold] = reply.get("bad_gold", late if "late" in reply else reply.get("error"))
+                late = f"it takes more than {self._pool.timeout_s:g} s to read"
+                reasons[gold] = str(reply.get("bad_gold") or reply.get("error") or late)
         return {i: reasons[gold] for i, gold in enumerate(golds) if gold in reasons}
 
 

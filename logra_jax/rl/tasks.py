@@ -132,6 +132,7 @@ def make_rows(path: str | Path, *, held_out: bool) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=4)
 def _made(path: str, content: bytes) -> dict[str, list[dict[str, Any]]]:
+    print(f"making the questions of {path}", file=sys.stderr, flush=True)
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.getenv("PYTHONPATH"))))
