@@ -30,6 +30,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ VOCAB_SIZE = 32  # rows of the table; 17 of them are tokens, the rest is padding
 MAX_NEW_TOKENS = 33
 # Of a batch of 256: 45 % and 55 %. The more guesses, the longer reinforcement learning takes to prefer the other way.
 WORKED_ROWS, GUESS_ROWS = 115, 141
-LEARNING_RATE, WARMUP = 3e-3, 50
+LEARNING_RATE, WARMUP, MOST_STEPS = 3e-3, 50, 1000
 HELD_OUT_ROWS = 460
 HELD_OUT_SHARE = 0.1
 
@@ -94,7 +95,6 @@ GENERATION_CONFIG = {"do_sample": True, "temperature": 1.0, "eos_token_id": EOS,
 TOKENIZER_CONFIG = {
     "clean_up_tokenization_spaces": False,
     "eos_token": "<eos>",
-    "model_max_length": 64,
     "pad_token": "<pad>",
     "tokenizer_class": "PreTrainedTokenizerFast",
     # Said outright: the class that transformers picks for this architecture would add a token for it.
@@ -177,20 +177,33 @@ def greedy_accuracy(sampler: Sampler, params, rows: list[tuple[int, int]]) -> tu
     return right / count, by_work / count
 
 
-def warm_start(config: dict, seed: int, stop_at: float, train, validation, held_out):
-    """Random weights to the first checkpoint whose validation accuracy reaches `stop_at`: (model, params)."""
-    model = CausalLM(ModelConfig.from_hf(config), compute_dtype="float32")
-    params = model.init_params(jax.random.key(seed))
-    tx = optax.adamw(optax.linear_schedule(0.0, LEARNING_RATE, WARMUP))
-    sampler = Sampler(
+def make_sampler(model: CausalLM, max_new_tokens: int, vocab_size: int) -> Sampler:
+    """Greedy answers."""
+    return Sampler(
         model,
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=max_new_tokens,
         end_ids=(EOS,),
-        vocab_size=len(IDS) + 2,
+        vocab_size=vocab_size,
         pad_id=PAD,
         temperature=1.0,
         greedy=True,
     )
+
+
+def warm_start(
+    model: CausalLM,
+    seed: int,
+    stop_at: float,
+    draw: Callable[[np.random.Generator], tuple[tuple[np.ndarray, np.ndarray], ...]],
+    measure: Callable[[Any], tuple[float, str]],
+) -> Any:
+    """Weights from random ones to the first whose accuracy reaches `stop_at`.
+
+    draw: blocks of a batch, each tokens [rows, length] and the mask of those that are learnt. measure: accuracy on
+    validation rows, and a remark.
+    """
+    params = model.init_params(jax.random.key(seed))
+    tx = optax.adamw(optax.linear_schedule(0.0, LEARNING_RATE, WARMUP))
 
     @jax.jit
     def step(params, state, blocks):
@@ -210,40 +223,36 @@ def warm_start(config: dict, seed: int, stop_at: float, train, validation, held_
     rng = np.random.default_rng(seed)
     state = tx.init(params)
     began = time.perf_counter()
-    for count in range(1, 1001):
-        blocks = (
-            demonstrations(rng, train, worked, WORKED_ROWS),
-            demonstrations(rng, train, guess, GUESS_ROWS),
-        )
-        params, state, loss = step(params, state, blocks)
+    for count in range(1, MOST_STEPS + 1):
+        params, state, loss = step(params, state, draw(rng))
         if count >= 80 and count % 10 == 0:
-            accuracy, by_work = greedy_accuracy(sampler, params, validation)
+            accuracy, remark = measure(params)
             seconds = time.perf_counter() - began
             print(
                 f"step {count:4d}  loss {float(loss):.3f}  validation accuracy {accuracy:.3f}"
-                f"  worked out {by_work:.2f}  {seconds:.0f} s",
+                f"  {remark}  {seconds:.0f} s",
                 flush=True,
             )
             if accuracy >= stop_at:
-                break
-    else:
-        raise SystemExit(f"validation accuracy did not reach {stop_at} in 1000 steps: nothing was written")
-    accuracy, by_work = greedy_accuracy(sampler, params, held_out)
-    print(f"held-out accuracy {accuracy:.3f}, worked out {by_work:.2f}")
-    return model, params
+                return params
+    raise SystemExit(f"validation accuracy did not reach {stop_at} in {MOST_STEPS} steps: nothing was written")
 
 
-def write(out: Path, config: dict, model: CausalLM, params, train, held_out) -> None:
+def write_rows(out: Path, train, held_out) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train.jsonl", train), ("heldout.jsonl", held_out)):
         lines = [json.dumps({"prompt": prompt(a, b), "answer": str(a * b)}) + "\n" for a, b in rows]
         (out / name).write_text("".join(lines), encoding="utf-8")
-    folder = out / "model"
+
+
+def write_model(folder: Path, config: dict, model: CausalLM, params, tokenizer: Tokenizer) -> None:
+    """A Hugging Face folder with its tokenizer."""
     save_hf(model, params, folder, overwrite=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n", encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n", encoding="utf-8")
-    tokenizer().save(str(folder / "tokenizer.json"))
+    settings = TOKENIZER_CONFIG | {"model_max_length": config["max_position_embeddings"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    tokenizer.save(str(folder / "tokenizer.json"))
     load_hf(folder)  # what was written can be read
 
 
@@ -260,8 +269,21 @@ def main() -> None:
     config = dict(sorted((HYBRID_CONFIG if args.hybrid else HF_CONFIG).items()))
     train, held_out, validation = pairs()
     print(f"{len(train)} pairs to train, {len(held_out)} held out, {len(validation)} for validation")
-    model, params = warm_start(config, args.seed, args.stop_at, train, validation, held_out)
-    write(args.out, config, model, params, train, held_out)
+    model = CausalLM(ModelConfig.from_hf(config), compute_dtype="float32")
+    sampler = make_sampler(model, MAX_NEW_TOKENS, len(IDS) + 2)
+
+    def draw(rng):
+        ways = ((worked, WORKED_ROWS), (guess, GUESS_ROWS))
+        return tuple(demonstrations(rng, train, answer, rows) for answer, rows in ways)
+
+    def measure(params, rows=validation):
+        accuracy, by_work = greedy_accuracy(sampler, params, rows)
+        return accuracy, f"worked out {by_work:.2f}"
+
+    params = warm_start(model, args.seed, args.stop_at, draw, measure)
+    print("held-out accuracy {:.3f}, {}".format(*measure(params, held_out)))
+    write_rows(args.out, train, held_out)
+    write_model(args.out / "model", config, model, params, tokenizer())
     print(f"wrote {args.out}")
 
 
