@@ -18,6 +18,7 @@ from logra_jax.rl.rollout import Rollout, Sampler
 from logra_jax.sync.blob import Update
 from logra_jax.sync.client import Client, Completion, Unreachable
 from logra_jax.sync.naming import Table, dense_by_name, factors_by_name, file_shapes
+from logra_jax.sync.needs import Needs
 from logra_jax.sync.pool import HEALTH_SECONDS, Pool
 from logra_jax.sync.server import Server, start_all
 
@@ -42,6 +43,7 @@ class VllmEngine:
 
     Args:
       sampler: what answers are to be like. It samples nothing here.
+      answers: most that are asked of a prompt.
       write: write(params, folder) makes a Hugging Face folder of weights, over one that is there.
       place: puts rows on the trainer's devices.
       folder: for weights and large updates; the servers see it too.
@@ -51,8 +53,6 @@ class VllmEngine:
       clients: servers that run already.
       start: start(folder) makes servers with the weights in the folder, which are started and stopped here.
 
-    Raises:
-      UserError: a running server does not answer, or takes no prompt and answer of this length.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class VllmEngine:
         sampler: Sampler,
         *,
         prompt_width: int,
+        answers: int = 1,
         write: Callable[[Any, Path], None],
         place: Callable[[np.ndarray], jax.Array],
         folder: Path,
@@ -77,14 +78,8 @@ class VllmEngine:
         self._pool = Pool(clients) if clients else None
         self._rescues: dict[int, int] = {}  # by number of the server, since it last gave answers
         self._told: set[int] = set()  # whose loss was told
-        longest = prompt_width + sampler.max_new_tokens
-        for client in clients:
-            if (most := client.longest()) < longest:
-                raise UserError(
-                    f"{client.url} takes {most} tokens (--max-model-len), and the longest prompt and answer have "
-                    f"{prompt_width} + {sampler.max_new_tokens}: start it with {longest}, or lower "
-                    "rollout.max_new_tokens or data.max_prompt_length"
-                )
+        model = sampler.model.config.to_hf("float32")
+        self._needs = Needs(prompt_width, sampler.max_new_tokens, answers, model)
 
     def sync(self, params: Any, version: int) -> None:
         """See `Engine`. Servers that are at this version keep their weights, others load all of them from the folder.
@@ -102,6 +97,8 @@ class VllmEngine:
             logs = ", ".join(str(server.log) for server in self._servers)
             print(f"starting   vLLM, which may take a minute; its output goes to {logs}", flush=True)
             start_all(self._servers)
+            for server in self._servers:
+                self._needs.check(server.client)
             self._pool = Pool([server.client for server in self._servers])
             self._pool.plan(self._shapes, version)
         elif version != self.version:
@@ -133,6 +130,8 @@ class VllmEngine:
             try:
                 if not healthy:
                     raise Unreachable(f"{client.url}: no answer; start it again")
+                if not self._servers:
+                    self._needs.check(client)
                 client.reload(self._weights, self._shapes, version)
             except UserError:
                 if not self._servers:

@@ -74,6 +74,25 @@ def check_python(python: str | Path) -> None:
         raise UserError(f"{python} is no interpreter that can be run: name the python of an environment with vLLM")
 
 
+def vllm_version(python: str | Path) -> str:
+    """Of the interpreter's environment, which is not loaded for that. Raises UserError if there is none."""
+    check_python(python)
+    asked = (
+        "from importlib import metadata, util; names = metadata.packages_distributions().get('vllm', [])\n"
+        "print(*map(metadata.version, names) if names else ['unknown'] if util.find_spec('vllm') else [])"
+    )
+    try:
+        told = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{python} is no interpreter that can be run ({error})") from None
+    if told.returncode or not told.stdout.strip():
+        raise UserError(
+            f"{python} has no vLLM: install it there (docs.vllm.ai, Installation; on a CPU `bash "
+            f"scripts/install_vllm_cpu.sh FOLDER` does) or name another interpreter. {told.stderr[-300:]}".strip()
+        )
+    return told.stdout.split()[0]
+
+
 class Server:
     """A context: the server runs inside of it, and `client` speaks to it.
 

@@ -1,5 +1,7 @@
 """Starting and stopping a server, with a stand-in for the interpreter of its environment."""
 
+import os
+import signal
 import socket
 import sys
 import time
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from logra_jax.errors import UserError
-from logra_jax.sync.server import EXTENSION, Server, command, environment
+from logra_jax.sync.server import EXTENSION, Server, command, environment, vllm_version
 
 STAND_IN = f"""#!{sys.executable}
 import http.server, os, subprocess, sys
@@ -109,3 +111,32 @@ def test_a_server_on_a_cpu_leaves_memory_to_others(monkeypatch, tmp_path) -> Non
     assert environment(tmp_path)["VLLM_CPU_KVCACHE_SPACE"] == "1"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     assert environment(tmp_path)["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
+def test_an_environment_without_vllm_is_told(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"has no vLLM.*scripts/install_vllm_cpu.sh"):
+        vllm_version(sys.executable)
+    for text, found in (("echo 0.32.0+cpu", "0.32.0+cpu"), ("exit 3", None), ("echo", None)):
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{text}\n")
+        python.chmod(0o755)
+        if found:
+            assert vllm_version(python) == found
+        else:
+            with pytest.raises(UserError, match="has no vLLM"):
+                vllm_version(python)
+
+
+def test_started_again_at_its_port_and_quoted_from_there_on(start) -> None:
+    with start() as server:
+        process, port = server._process, server.port
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with pytest.raises(UserError, match="ended with code -9"):
+            server.check()
+        earlier = server.log.read_text()
+        server.restart()
+        assert server.client.healthy()
+        assert (server.port, server._process.pid != process.pid) == (port, True)
+        assert server.log.read_text().startswith(earlier)
+        assert server._earlier == len(earlier)
