@@ -305,8 +305,9 @@ def make_vllm_engine(
     shapes: Mapping[str, tuple[int, ...]],
     write: Callable[[Any, Path], None],
     place: Callable[[Any], jax.Array],
+    interrupt: Callable[[], object] = lambda: None,
 ) -> VllmEngine:
-    """The servers of a run; arguments as in `VllmEngine`. Raises UserError."""
+    """The servers of a run; arguments as in `VllmEngine` and `Server`. Raises UserError."""
     settings = config.vllm
     folder = Path(settings.folder or Path(config.out, "sync"))
     if not distributed.alone():
@@ -320,13 +321,13 @@ def make_vllm_engine(
             "tensor_parallel": each,
             "max_length": prompt_width + sampler.max_new_tokens,
             "max_sequences": max(64, config.rollout.generations),
-            "more": settings.arguments,
+            "more": tuple(map(str, settings.arguments)),
         }
         return [
             Server(
                 Path(str(settings.python)).expanduser(), weights, folder / f"server-{i}.log", options=options,
                 port=settings.port and settings.port + i, folder=folder,
-                start_seconds=settings.start_s, timeout=settings.timeout_s,
+                start_seconds=settings.start_s, timeout=settings.timeout_s, interrupt=interrupt,
                 variables={"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} if gpus else {},
             )
             for i in range(settings.servers)

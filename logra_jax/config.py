@@ -178,9 +178,8 @@ def _as(kind: Any, value: Any) -> Any:
             value = "on" if value else "off"
         return value if value in typing.get_args(kind) else _NO
     if typing.get_origin(kind) is tuple:
-        # A number stands for its text, as in [--port, 8000].
-        fits = isinstance(value, list) and all(type(x) in (str, int, float) for x in value)
-        return tuple(map(str, value)) if fits else _NO
+        kinds = _alternatives(typing.get_args(kind)[0])
+        return tuple(value) if isinstance(value, list) and all(type(x) in kinds for x in value) else _NO
     if kind is float:
         return _as_float(value)
     return value if type(value) is kind else _NO

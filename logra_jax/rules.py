@@ -182,7 +182,7 @@ def _check_vllm(config: Config) -> None:
             f"{vllm.servers} with vllm.tensor_parallel={vllm.tensor_parallel} each"
         )
     for word in vllm.arguments:
-        flag = word.partition("=")[0].replace("_", "-")
+        flag = str(word).partition("=")[0].replace("_", "-")
         if flag in _SERVERS_OWN:
             setting = _SERVERS_OWN[flag]
             raise UserError(

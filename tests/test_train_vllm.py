@@ -164,14 +164,15 @@ def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
     config = load_config(None, settings.split())
     model, _ = load_hf(resolve_path(config.model.path))
     sampler = build.make_sampler(config, model, 17, 1.0, 1.0)
-    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray)
+    interrupt = lambda: None
+    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray, interrupt)
     engine._start(tmp_path / "weights")
     assert [places[2].name for places, _ in asked] == ["server-0.log", "server-1.log"]
     for (places, options), gpus, port in zip(asked, ("4,5", "6,7"), (18777, 18778), strict=True):
         assert places[:2] == (Path(sys.executable), tmp_path / "weights")
         assert options == {
             "port": port, "folder": tmp_path, "start_seconds": 9.0, "timeout": 8.0,
-            "variables": {"CUDA_VISIBLE_DEVICES": gpus},
+            "interrupt": interrupt, "variables": {"CUDA_VISIBLE_DEVICES": gpus},
             "options": {"dtype": "float32", "tensor_parallel": 2, "max_length": 6 + 33, "max_sequences": 64,
                         "more": ("--enforce-eager", "--max-num-seqs", "64")},
         }  # fmt: skip

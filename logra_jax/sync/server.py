@@ -8,15 +8,17 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from logra_jax.errors import UserError
+from logra_jax.sync import keeper
 from logra_jax.sync.client import Client
 
 EXTENSION = "logra_jax.sync.extension.LograWorkerExtension"
@@ -109,6 +111,7 @@ class Server:
       options: further arguments of `command`.
       variables: of the environment, over `environment`'s.
       folder, timeout: see `Client`.
+      interrupt: called while it starts, and may raise to give up.
     """
 
     def __init__(
@@ -124,12 +127,13 @@ class Server:
         variables: Mapping[str, str] | None = None,
         folder: Path | None = None,
         timeout: float = 600.0,
+        interrupt: Callable[[], object] = lambda: None,
     ) -> None:
         check_python(python)
         if not (Path(model) / "config.json").is_file():
             raise UserError(f"{model} is no folder of a Hugging Face model: it has no config.json")
         self.port = _free_port(host, port)
-        self.log, self._start_seconds = Path(log), start_seconds
+        self.log, self._start_seconds, self._interrupt = Path(log), start_seconds, interrupt
         self.client = Client(f"http://{host}:{self.port}", timeout=timeout, folder=folder)
         self._command = command(python, Path(model).resolve(), self.port, host=host, **(options or {}))
         self._variables = dict(variables or {})
@@ -144,8 +148,9 @@ class Server:
         with self.log.open("ab" if self._earlier else "wb") as log:
             # A session of its own: an interrupt from the keyboard is the trainer's, which then stops the server.
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
-            )
+                [sys.executable, "-I", keeper.__file__, *self._command],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, env=variables, start_new_session=True,
+            )  # fmt: skip
         atexit.register(self.stop)
         try:
             self._wait()
@@ -158,6 +163,7 @@ class Server:
         assert self._process is not None
         end = time.monotonic() + self._start_seconds
         while not self.client.healthy():
+            self._interrupt()
             if (code := self._process.poll()) is not None:
                 raise UserError(f"the vLLM server ended with code {code} before it answered; {self._last_words()}")
             if time.monotonic() > end:
@@ -193,6 +199,8 @@ class Server:
         with suppress(ProcessLookupError):  # workers outlive their server when it is ended the hard way
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        assert process.stdin is not None
+        process.stdin.close()  # not before: at its end the keeper would not wait as long
         self._package.cleanup()
 
     def __exit__(self, *_: object) -> None:

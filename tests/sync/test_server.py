@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -62,10 +63,14 @@ def test_runs_inside_the_context_alone(start) -> None:
     assert line.endswith("--enforce-eager")
     assert variables == "1 1 None"
     assert shown == f"['logra_jax'] {Path(__file__).parents[2] / 'logra_jax'}"
+    wait_for_the_end_of(int(worker))
+
+
+def wait_for_the_end_of(process: int) -> None:
     end = time.monotonic() + 10
-    while running(int(worker)) and time.monotonic() < end:
+    while running(process) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not running(int(worker))
+    assert not running(process)
 
 
 def running(process: int) -> bool:
@@ -140,3 +145,34 @@ def test_started_again_at_its_port_and_quoted_from_there_on(start) -> None:
         assert (server.port, server._process.pid != process.pid) == (port, True)
         assert server.log.read_text().startswith(earlier)
         assert server._earlier == len(earlier)
+
+
+def test_ends_with_a_trainer_that_is_killed(start, tmp_path) -> None:
+    start()  # makes the stand-in
+    trainer = f"""
+import sys, time
+from pathlib import Path
+from logra_jax.sync.server import Server
+with Server({str(tmp_path / "python")!r}, {str(tmp_path / "model")!r}, Path({str(tmp_path / "log")!r}),
+            variables={{"MINE": "1"}}) as server:
+    print(server._process.pid, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, text=True) as process:
+        keeper = int(process.stdout.readline())
+        worker = int((tmp_path / "log").read_text().splitlines()[3])
+        assert running(keeper)
+        assert running(worker)
+        process.kill()
+    wait_for_the_end_of(keeper)
+    wait_for_the_end_of(worker)
+
+
+def test_a_start_can_be_interrupted(start) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    server = start(interrupt=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        server.__enter__()
+    assert server._process is None
