@@ -22,7 +22,7 @@ from logra_jax.sync.needs import Needs
 from logra_jax.sync.pool import HEALTH_SECONDS, Pool
 from logra_jax.sync.server import Server, start_all
 
-RESCUES = 2  # times that a server is brought back without having answered since
+RESCUES = 2  # times that a server is brought back before it has outlived a batch of answers
 
 
 def answer_seed(seed: int, update: int, prompt_id: int, sample: int) -> int:
@@ -76,7 +76,7 @@ class VllmEngine:
         self._weights, self._start = folder.resolve() / "weights", start
         self._servers: list[Server] = []
         self._pool = Pool(clients) if clients else None
-        self._rescues: dict[int, int] = {}  # by number of the server, since it last gave answers
+        self._rescues: dict[int, int] = {}  # by number of the server, since it last outlived a batch
         self._told: set[int] = set()  # whose loss was told
         model = sampler.model.config.to_hf("float32")
         self._needs = Needs(prompt_width, sampler.max_new_tokens, answers, model)
@@ -120,7 +120,7 @@ class VllmEngine:
         clients, lost = self._pool.clients, set(self._pool.lost)
         for number in lost:
             if self._rescues.get(number, 0) >= RESCUES:
-                raise UserError(f"a server failed {RESCUES + 1} times without answers in between: {self._why(number)}")
+                raise UserError(f"a server failed {RESCUES + 1} times in one batch of answers: {self._why(number)}")
         self._save()
 
         def bring(number: int) -> None:

@@ -326,7 +326,7 @@ def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_words(mak
     server = Served("a", 2, 1, 1, 1)
     engine = make(start=lambda folder: [server])
     engine.sync("p", 3)
-    with pytest.raises(UserError, match=r"failed 3 times without answers in between: ended .* a.log: last words"):
+    with pytest.raises(UserError, match=r"failed 3 times in one batch of answers: ended .* a.log: last words"):
         engine.generate(*BATCH, n=2, seed=1, update=3)
     assert server.starts == 3
     # One death for each batch is none too many.
