@@ -160,7 +160,8 @@ class Run(Evaluator):
             shapes = {path: leaf.shape for path, leaf in leaves_with_paths(train)}
             place = partial(place_array, sharding=self.rows_sharding)
             width = self.prompts.tokens.shape[1]
-            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, place, self._after_batch)
+            interrupt = self._after_batch if distributed.alone() else lambda: None  # others would have to take part
+            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, place, interrupt)
         on_mesh = self.model.replace(mesh=self.mesh)
         policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])
         self._score = make_score(policy, loss.micro_batch)

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from logra_jax.metrics import MetricsWriter, read_rows
 from logra_jax.models import load_hf
 from logra_jax.optim import twin
 from logra_jax.sync import blob
+from logra_jax.sync.client import Client
 
 PYTHON = os.environ.get("LOGRA_VLLM_PYTHON", "")
 
@@ -153,6 +155,22 @@ def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_sett
     assert "nowhere is no interpreter that can be run" in refused("vllm.python=nowhere")
     assert not stand.calls
     assert list(Path().iterdir()) == []
+
+
+def test_a_signal_is_noticed_while_servers_start(command_settings, tmp_path, monkeypatch, capsys) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 0.32.0 && exit\nexec sleep 60\n')
+    python.chmod(0o755)
+    signals = [signal.SIGINT]
+
+    def healthy(self) -> bool:
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+        return False
+
+    monkeypatch.setattr(Client, "healthy", healthy)
+    assert train.main([*command_settings, "rollout.engine=vllm", f"vllm.python={python}"]) == 130
+    assert "stopped by SIGINT: saved after 0 updates" in capsys.readouterr().err
 
 
 def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
