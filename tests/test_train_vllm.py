@@ -57,7 +57,7 @@ class Stand:
         }  # fmt: skip
 
     def logra_describe(self, asked: dict) -> dict:
-        return {"vllm": self.vllm, "max_num_seqs": 4, "model": self.model}
+        return {"vllm": self.vllm, "max_num_seqs": 4, "piece": 0, "cpu": True, "model": self.model}
 
     def logra_plan(self, asked: dict) -> dict:
         self.calls.append(asked["version"])

@@ -50,6 +50,12 @@ class Needs:
                 f"{client.url} answers {facts['max_num_seqs']} times at once (--max-num-seqs), and a prompt is asked "
                 f"for {self.answers} answers: start it with {self.answers}, or lower rollout.generations"
             )
+        # vLLM takes a seeded request's noise back after a piece of its prompt; generators of a CPU cannot, and it ends.
+        if facts["cpu"] and 0 < facts["piece"] < facts["max_num_seqs"] * self.prompt:
+            raise UserError(
+                f"{client.url} runs on a CPU and may process a prompt in pieces, upon which vLLM fails: start it with "
+                "--no-enable-chunked-prefill (vllm.arguments)"
+            )
         served = facts["model"]
         here, there = _theta(self.model), _theta(served)
         other = [
