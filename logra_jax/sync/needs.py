@@ -56,6 +56,11 @@ class Needs:
                 f"{client.url} runs on a CPU and may process a prompt in pieces, upon which vLLM fails: start it with "
                 "--no-enable-chunked-prefill (vllm.arguments)"
             )
+        if facts["cpu"] and "linear_num_key_heads" in self.model:
+            raise UserError(
+                f"{client.url} runs on a CPU, where vLLM {TESTED} fails at the first request for a hybrid model: serve "
+                "it on GPUs, or set rollout.engine=jax"
+            )
         served = facts["model"]
         here, there = _theta(self.model), _theta(served)
         other = [

@@ -16,6 +16,7 @@ from logra_jax.rl.engine import Engine
 from logra_jax.rl.rollout import Sampler
 from logra_jax.rl.vllm_engine import VllmEngine, answer_seed
 from logra_jax.sync.client import Client, Completion, Synced, Unreachable
+from logra_jax.sync.needs import Needs
 
 END, PAD, VOCAB, WIDTH, NEW = 3, 0, 30, 4, 6
 KERNEL = "layers/mlp/up_proj/kernel"
@@ -151,6 +152,12 @@ def test_seeds_follow_the_documented_formula():
     # printf '\7\0\0\0\0\0\0\0\3\0\0\0\0\0\0\0\14\0\0\0\0\0\0\0' | sha256sum
     assert answer_seed(7, 3, 12, 0) == 0xDEE2ED1352802BC1 >> 2
     assert answer_seed(7, 3, 12, 5) == (0xDEE2ED1352802BC1 >> 2) + 5
+
+
+def test_hybrid_models_are_refused_on_a_cpu():
+    needs = Needs(WIDTH, NEW, 1, {"linear_num_key_heads": 2})
+    with pytest.raises(UserError, match="hybrid model: serve it on GPUs"):
+        needs.check(Stand())
 
 
 def test_updates_travel_as_factors_and_all_weights_where_they_must(make, capsys):
