@@ -135,7 +135,7 @@ class Run(Evaluator):
         trained, _ = self._split(empty.abstract_params())  # refuses targets and ranks that do not fit
         paths = [path for path, _ in leaves_with_paths(trained)]
         fit.check(config, self.shape, self.vocab_size, self.prompts.tokens.shape[1], list(self.mesh.devices.flat))
-        build.check_servers(config, self.shape, self.prompts.tokens.shape[1])
+        distributed.on_first(lambda: build.check_servers(config, self.shape, self.prompts.tokens.shape[1]))
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
         if config.optimizer.name == "lora":
             self.weights = optim.add_adapters(self.weights, self.spec, config.optimizer.lora_alpha)
