@@ -26,7 +26,8 @@ tasks:
 def settings(command_settings, small_run, fixtures, tmp_path):
     (tmp_path / "mixture.yaml").write_text(MIXTURE)
     # The demo's tokenizer has no letters: this model has another one, and rows for it.
-    raw = json.loads((small_run / "model" / "config.json").read_text()) | {"vocab_size": 320}
+    raw = json.loads((small_run / "model" / "config.json").read_text())
+    raw |= {"vocab_size": 320, "max_position_embeddings": 256}
     model = CausalLM(ModelConfig.from_hf(raw))
     save_hf(model, model.init_params(jax.random.key(0), "float32"), tmp_path / "model")
     for file in (fixtures / "tiny-qwen3").glob("tokenizer*"):

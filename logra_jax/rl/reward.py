@@ -20,6 +20,7 @@ from logra_jax.rl.workers import Pool
 
 TAIL = 100_000  # characters of a completion that a grader sees, from its end
 FULL_LIMITS = 2  # late answers per worker and call, after which the others get less time
+INTEGER = re.compile(r"\s*-?\d{1,300}\s*", re.ASCII)  # a reference answer that needs no looking at
 ROW_ROUNDS = 8  # a failed batch is graded row by row for at most this many time limits
 
 
@@ -163,7 +164,7 @@ class _MathGrader(_AnswerGrader):
     def unusable(self, columns: dict[str, list[Any]]) -> dict[int, str]:
         requests = self._requests(columns)
         golds = [r["gold"] for r in requests]
-        odd = sorted({gold for gold in golds if not re.fullmatch(r"\s*-?\d{1,300}\s*", gold, re.ASCII)})
+        odd = sorted({gold for gold in golds if not INTEGER.fullmatch(gold)})
         reasons = {}
         for gold, reply in zip(odd, self._pool.run([{"gold": gold} for gold in odd]), strict=True):
             if "score" not in reply:
