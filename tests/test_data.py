@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from logra_jax import cli, data
@@ -192,6 +193,35 @@ def test_bad_gold_is_dropped_refused_or_kept(capsys):
     assert "a.jsonl: row 2" in said
     os.rename("out", "before")
     assert len(run("a.jsonl", "--bad-gold", "keep")[0]) == 5
+
+
+def test_training_leaves_out_what_no_answer_could_be_compared_with(capsys):
+    from logra_jax import build
+    from logra_jax.config import load_config
+    from logra_jax.rl.prompts import PromptSet
+
+    config = load_config(None, ["data.train=a.jsonl"])
+    count, zeros = 7, np.zeros(7, np.int32)
+    prompts = PromptSet(np.arange(7), zeros[:, None], zeros, ["q"] * 7, {"answer": list("abcdefg")}, count, 0, 0)
+
+    class Fake:
+        def __init__(self, bad):
+            self.bad = bad
+
+        def unusable(self, columns):
+            assert columns["answer"] == list("abcdefg")
+            return self.bad
+
+    assert build.gradable(config, "train", prompts, Fake({})) is prompts
+    kept = build.gradable(config, "train", prompts, Fake({1: "empty", 4: "too large"}))
+    assert kept.ids.tolist() == [0, 2, 3, 5, 6]
+    assert "a.jsonl: 2 of 7 prompts are left out" in (said := capsys.readouterr().err)
+    assert "row 2: empty; row 5: too large" in said
+    with pytest.raises(UserError, match="no reference answer can be used: row 1: empty"):
+        build.gradable(config, "train", prompts, Fake(dict.fromkeys(range(7), "empty")))
+    assert build.tasks_of(config, "train", prompts) is None
+    named = load_config(None, ["data.task_column=answer"])
+    assert build.tasks_of(named, "train", prompts) == list("abcdefg")
 
 
 def test_another_layout_than_said():
