@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from logra_jax.config import load_config
 from logra_jax.errors import UserError
 from logra_jax.rl.prompts import check_columns
 from logra_jax.rl.reward import make_reward
@@ -26,6 +28,7 @@ from logra_jax.rl.tasks import (
 )  # fmt: skip
 
 needs_gym = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="extra tasks not installed")
+CONFIGS = Path(__file__).parents[2] / "configs"
 MIXTURE = """
 seed: 3
 train: 30
@@ -170,6 +173,18 @@ def test_the_verifier_is_that_of_the_task_and_runs_nothing(mixture, tmp_path):
         if expected is not None:
             assert found == np.float32(expected), text
     assert not written.exists()
+
+
+def test_the_long_run_is_a_valid_mixture():
+    config = load_config(CONFIGS / "reasoning_gym_hard.yaml")
+    assert config.data.train == config.data.eval == "configs/tasks/hard.yaml"
+    mixture = read_mixture(CONFIGS / "tasks/hard.yaml")
+    assert len(mixture.tasks) == 24
+    assert set(mixture.counts(mixture.held_out)) == {20}
+    assert re.findall(config.reward.pattern, "<answer>1</answer>\n<answer>\n2</answer>") == ["1", "\n2"]
+    if importlib.util.find_spec("reasoning_gym") is not None:
+        for task in mixture.tasks:
+            make_dataset(task.task, task.difficulty)  # its name and its difficulty are taken
 
 
 @needs_gym
