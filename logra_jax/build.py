@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
 from logra_jax.rl.shared_grading import SharedGrader
+from logra_jax.rl.tasks import TASK, is_mixture
 from logra_jax.rl.update import TrainState, make_update
 from logra_jax.rl.vllm_engine import VllmEngine
 from logra_jax.sync.client import Client
@@ -36,9 +37,11 @@ def check_files(config: Config, *, trains: bool) -> None:
     """Refuse missing files and columns, before anything that takes long. Raises UserError."""
     check_paths(config, trains=trains)
     data = config.data
-    for path in (data.train if trains else None, data.eval):
+    for path, held_out in ((data.train if trains else None, False), (data.eval, True)):
         if path is not None:
-            check_columns(resolve_path(path), [data.prompt_column, data.answer_column])
+            columns = [data.prompt_column, data.answer_column]
+            columns += [] if data.task_column is None else [data.task_column]
+            check_columns(resolve_path(path), columns, held_out=held_out)
 
 
 def read_model_config(config: Config) -> ModelConfig:
@@ -107,9 +110,10 @@ def make_grader(config: Config) -> Grader:
     return grader if distributed.alone() else SharedGrader(grader)
 
 
-def read_prompts(config: Config, path: str, tokenizer: Any, vocab_size: int) -> PromptSet:
-    """The tokenized prompts of a file."""
+def read_prompts(config: Config, key: Literal["train", "eval"], tokenizer: Any, vocab_size: int) -> PromptSet:
+    """The tokenized prompts of data.train or data.eval."""
     data = config.data
+    path = str(getattr(data, key))
     return load_prompts(
         resolve_path(path),
         tokenizer,
@@ -121,7 +125,35 @@ def read_prompts(config: Config, path: str, tokenizer: Any, vocab_size: int) -> 
         max_prompt_length=data.max_prompt_length,
         overlong=data.overlong,
         vocab_size=vocab_size,
+        held_out=key == "eval",
     )
+
+
+def gradable(config: Config, key: Literal["train", "eval"], prompts: PromptSet, grader: Grader) -> PromptSet:
+    """The prompts without those whose reference answer no answer could be compared with, which are listed.
+
+    Raises UserError if none is left.
+    """
+    bad = grader.unusable(prompts.columns)
+    if not bad:
+        return prompts
+    path = getattr(config.data, key)
+    said = "; ".join(f"row {prompts.ids[i] + 1}: {reason}" for i, reason in list(bad.items())[:5])
+    if len(bad) == len(prompts):
+        raise UserError(f"data.{key}={path}: no reference answer can be used: {said}")
+    if distributed.first():
+        note = (
+            f"note: data.{key}={path}: {len(bad)} of {len(prompts)} prompts are left out for their reference answers: "
+            f"{said}{' ...' if len(bad) > 5 else ''} (python -m logra_jax.data lists all)"
+        )
+        print(note, file=sys.stderr, flush=True)
+    return prompts.take([i for i in range(len(prompts)) if i not in bad])
+
+
+def tasks_of(config: Config, key: Literal["train", "eval"], prompts: PromptSet) -> list[str] | None:
+    """The task that each prompt belongs to; None where prompts have none."""
+    column = config.data.task_column or (TASK if is_mixture(str(getattr(config.data, key))) else None)
+    return None if column is None else [str(value) for value in prompts.columns[column]]
 
 
 def learning_rate(config: Config) -> optax.Schedule:

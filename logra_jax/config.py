@@ -239,7 +239,7 @@ def check_paths(config: Config, trains: bool = True) -> None:
         files.append(("data.eval", config.data.eval))
     for key, value in files:
         if not value:
-            raise UserError(f"{key} is not set: give a JSONL or Parquet file")
+            raise UserError(f"{key} is not set: give a JSONL or Parquet file, or a mixture of tasks (YAML)")
         if not resolve_path(value).is_file():
             raise UserError(f"{key}={value}: no such file (current directory: {Path.cwd()})")
     if not config.model.path and config.model.preset is not None:

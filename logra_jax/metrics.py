@@ -20,7 +20,7 @@ METRICS = "metrics.jsonl"
 # One panel each; a curve is drawn if some row has its key.
 PANELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
     ("reward", False, ("reward/mean",)),
-    ("evaluation accuracy", False, ("eval/accuracy",)),
+    ("evaluation accuracy", False, ("eval/accuracy", "eval/macro_accuracy")),
     ("KL per update", True, ("kl/realized", "kl/predicted", "kl/budget")),
     ("answer length (tokens)", False, ("response/length",)),
     ("entropy (nats)", False, ("entropy",)),

@@ -9,7 +9,8 @@ from typing import Any
 
 from logra_jax.errors import UserError
 from logra_jax.models.presets import check_preset
-from logra_jax.settings import SETTINGS, Config, Reward, Setting
+from logra_jax.rl.tasks import is_mixture
+from logra_jax.settings import SETTINGS, Config, Setting
 
 # Two ways to say one thing.
 EXCLUSIVE = (("loss.micro_batch", "loss.token_budget"), ("optimizer.update_ratio", "optimizer.learning_rate"))
@@ -67,7 +68,7 @@ def check(config: Config) -> None:
     _check_optimizer(config)
     if "{prompt}" not in config.data.prompt_format:
         raise UserError(f"data.prompt_format={config.data.prompt_format!r} must contain {{prompt}}")
-    _check_reward(config.reward)
+    _check_reward(config)
 
 
 def conditions(only: str) -> list[tuple[str, str, str]]:
@@ -255,9 +256,16 @@ def _check_lora(config: Config) -> None:
         )
 
 
-def _check_reward(reward: Reward) -> None:
-    if reward.kind not in ("math", "exact") and not re.fullmatch(r"[\w.]+:\w+", reward.kind):
-        raise UserError(f"reward.kind={reward.kind!r}: expected math, exact, or module:function")
+def _check_reward(config: Config) -> None:
+    reward = config.reward
+    if reward.kind not in ("math", "exact", "reasoning_gym") and not re.fullmatch(r"[\w.]+:\w+", reward.kind):
+        raise UserError(f"reward.kind={reward.kind!r}: expected math, exact, reasoning_gym, or module:function")
+    for key, path in (("train", config.data.train), ("eval", config.data.eval)):
+        if reward.kind == "reasoning_gym" and path and not is_mixture(path):
+            raise UserError(
+                f"data.{key}={path} is no mixture of tasks (a .yaml file), which reward.kind=reasoning_gym is for: "
+                "give one, or set reward.kind to math, exact, or module:function"
+            )
     if reward.pattern is not None and _compile("reward.pattern", reward.pattern).groups < 1:
         raise UserError(f"reward.pattern={reward.pattern!r} needs a group, such as '#(.*)$', that holds the answer")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
 from logra_jax.rl.batch import Batch
 from logra_jax.rl.engine import Engine, JaxEngine
-from logra_jax.rl.evaluate import Evaluation, Record, evaluate
+from logra_jax.rl.evaluate import Evaluation, Record, evaluate, means_by_task
 from logra_jax.rl.kl import draw_probe
 from logra_jax.rl.packing import Packing, pack
 from logra_jax.rl.policy import Policy, make_score
@@ -50,13 +50,14 @@ class Evaluator:
         check_lengths(config, self.shape.max_position_embeddings)
         self.held_out: PromptSet | None = None
         if config.data.eval is not None:
-            held_out, limit = self._read(config.data.eval), config.eval.max_prompts
+            held_out, limit = self._read("eval"), config.eval.max_prompts
             self.held_out = held_out.take(range(min(limit or len(held_out), len(held_out))))
         # The padded rows of the embedding have no token: neither sampled nor part of any distribution.
         self.vocab_size = min(len(self.tokenizer), self.shape.vocab_size)
 
-    def _read(self, path: str) -> PromptSet:
-        return build.read_prompts(self.config, path, self.tokenizer, self.shape.vocab_size)
+    def _read(self, key: Literal["train", "eval"]) -> PromptSet:
+        found = build.read_prompts(self.config, key, self.tokenizer, self.shape.vocab_size)
+        return build.gradable(self.config, key, found, self.grader)
 
     def load(self, dtypes: Mapping[str, str] | None = None) -> Tree:
         """Read the weights; sets `model`, which everything below needs.
@@ -97,6 +98,7 @@ class Evaluator:
             batch=-(-min(wanted, count) // fsdp) * fsdp,
             samples=settings.samples,
             ks=sorted({*powers, settings.samples}) if settings.samples > 1 else (),
+            tasks=build.tasks_of(self.config, "eval", self.held_out),
             seed=self.config.seed,
             place=partial(place_array, sharding=self.rows_sharding),
             fetch=fetch,
@@ -127,7 +129,7 @@ class Run(Evaluator):
     def __init__(self, config: Config, grader: Grader, after_batch: Callable[[], object]):
         super().__init__(config, grader, after_batch)
         build.check_split(config, self.mesh.shape["fsdp"])
-        self.prompts = self._read(config.data.train)
+        self.prompts = self._read("train")
         require_rows(self.prompts, config.rollout.prompts)
         self.order = PromptOrder(len(self.prompts), config.seed)
         empty = models.CausalLM(self.shape)
@@ -310,11 +312,14 @@ class Run(Evaluator):
         )
 
     def rollout_metrics(
-        self, rollout: Rollout, rewards: np.ndarray, advantages: advantage.Advantages
+        self, prompts: PromptSet, rollout: Rollout, rewards: np.ndarray, advantages: advantage.Advantages
     ) -> dict[str, float]:
         """What there is to say of a batch of answers before anything is learnt from it."""
         (lengths, stopped), graded = fetch((rollout.lengths, rollout.stopped)), rewards[advantages.valid]
+        tasks = build.tasks_of(self.config, "train", prompts)
+        by_task = {} if tasks is None else means_by_task(tasks, rewards, advantages.valid)
         return {
+            **{f"reward/{task}": mean for task, mean in by_task.items()},
             "reward/mean": float(graded.mean()),
             "reward/std": float(graded.std()),
             "response/length": float(lengths.mean()),

@@ -67,12 +67,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """Prompts, as JSONL or Parquet files; paths are relative to the current directory."""
+    """Prompts: JSONL or Parquet files, or YAML files that mix tasks; paths are relative to the current directory."""
 
     train: str = _f("", "file of training prompts (demo:... lies in the package)")
-    eval: str | None = _f(None, "file of held-out prompts; null: no evaluation")
+    eval: str | None = _f(None, "file of held-out prompts, of a mixture its held-out part; null: no evaluation")
     prompt_column: str = _f("prompt", "column that holds the prompt")
     answer_column: str = _f("answer", "column that holds the reference answer")
+    task_column: str | None = _f(
+        None, "column that names a row's task, for rewards and accuracies by task; null: in mixtures task, else none"
+    )
     template: Literal["chat", "plain"] = _f("chat", "apply the model's chat template, or take the text as it is")
     prompt_format: str = _f("{prompt}", "text put around a prompt that is a text, not messages; must contain {prompt}")
     system: str | None = _f(None, "system message; plain: a line above the prompt. A row's own one is kept instead")
@@ -153,9 +156,13 @@ class Vllm:
 class Reward:
     """How an answer is graded."""
 
-    kind: str = _f("math", "math, exact, or module:function of your own")
+    kind: str = _f(
+        "math", "math, exact, reasoning_gym (verifiers of a mixture's tasks), or module:function of your own"
+    )
     pattern: str | None = _f(
-        None, "regex, group 1 of its last match is the answer; null: all of the text", only="reward.kind=exact"
+        None,
+        "regex, group 1 of its last match is the answer; null: all of the text",
+        only="reward.kind=exact,reasoning_gym",
     )
     timeout_s: float = _f(5.0, "seconds until the grading of one answer is given up", "(0, inf)", "reward.kind!=exact")
     workers: int = _f(2, "grading processes", "[1, inf)", "reward.kind!=exact")

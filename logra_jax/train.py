@@ -280,7 +280,7 @@ class Trainer:
 
         advantages, progress.baseline = run.advantages(rewards, progress.baseline)
         progress.consumed += len(prompts)
-        shared = run.rollout_metrics(rollout, rewards, advantages)
+        shared = run.rollout_metrics(prompts, rollout, rewards, advantages)
         batch = run.batch(rollout, advantages, self.state)
         spent = {"time/rollout_s": sampled - started, "time/reward_s": graded - sampled}
         updates = config.loss.updates_per_batch
