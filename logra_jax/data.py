@@ -29,7 +29,7 @@ from logra_jax import cli
 from logra_jax.errors import UserError
 from logra_jax.rl.layouts import Columns, Question, Unusable, choose, normal
 from logra_jax.rl.prompts import read_rows
-from logra_jax.rl.reward import make_reward
+from logra_jax.rl.reward import INTEGER, make_reward
 from logra_jax.rl.tasks import is_mixture
 
 TRAIN, HELD_OUT, REPORT = "train.jsonl", "heldout.jsonl", "report.json"
@@ -251,7 +251,9 @@ def drop_contradictions(side: Side) -> None:
 
 def drop_unreadable(side: Side, policy: str) -> None:
     """Drop answers that the maths grader cannot compare with, or refuse them all. Raises UserError."""
-    texts = list(side.kept)
+    texts = [text for text, kept in side.kept.items() if not INTEGER.fullmatch(kept.question.answer)]
+    if not texts:
+        return
     with make_reward("math", answer_column="answer", timeout_s=GOLD_SECONDS, workers=_cores()) as grader:
         bad = grader.unusable({"answer": [side.kept[text].question.answer for text in texts]})
     if bad and policy == "error":

@@ -19,6 +19,7 @@ MAX_DIGITS = 50_000  # of any exact number that an answer may stand for
 MAX_TERMS = 10_000  # of a product, or of a power of a sum
 MIN_DIGITS = 6  # significant digits from which a decimal may stand for the number that it is a rounding of
 MAX_SET = 64  # members of a set that are matched one by one
+OPEN_ENDED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)
 PERCENT = sympy.UnevaluatedExpr(Rational(1, 100))
 PRECISION = 40  # decimal digits of numeric evaluation; numbers agree when they agree to 3/4 of them
 
@@ -202,8 +203,7 @@ def _identical(a: Any, b: Any) -> bool | None:
 
 def _values(a: Any, b: Any) -> Any:
     """Pairs of finite values of both expressions at fixed points, the symbols matched by name."""
-    open_ended = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit, AppliedUndef)
-    if a.has(*open_ended) or b.has(*open_ended):
+    if a.has(*OPEN_ENDED, AppliedUndef) or b.has(*OPEN_ENDED, AppliedUndef):
         return
     symbols = sorted(a.free_symbols | b.free_symbols, key=lambda symbol: symbol.name)
     places = {name: i for i, name in enumerate(dict.fromkeys(symbol.name for symbol in symbols))}

@@ -19,6 +19,8 @@ from logra_jax.rl.tasks import ENTRY
 from logra_jax.rl.workers import Pool
 
 TAIL = 100_000  # characters of a completion that a grader sees, from its end
+FULL_LIMITS = 2  # late answers per worker and call, after which the others get less time
+INTEGER = re.compile(r"\s*-?\d{1,300}\s*", re.ASCII)  # a reference answer that needs no looking at
 ROW_ROUNDS = 8  # a failed batch is graded row by row for at most this many time limits
 
 
@@ -139,7 +141,7 @@ class _AnswerGrader(Grader):
     ) -> tuple[list[float], RewardCounts, str]:
         requests = [{**r, "completion": c} for r, c in zip(self._requests(columns), completions, strict=True)]
         scores, timeouts, errors, reason = [], 0, 0, ""
-        for reply in self._pool.run(requests):
+        for reply in self._pool.run(requests, full_limits=FULL_LIMITS * self._pool.size):
             if "score" in reply:
                 scores.append(reply["score"])
             elif "bad_gold" in reply:
@@ -162,7 +164,7 @@ class _MathGrader(_AnswerGrader):
     def unusable(self, columns: dict[str, list[Any]]) -> dict[int, str]:
         requests = self._requests(columns)
         golds = [r["gold"] for r in requests]
-        odd = sorted({gold for gold in golds if not re.fullmatch(r"\s*-?\d{1,300}\s*", gold, re.ASCII)})
+        odd = sorted({gold for gold in golds if not INTEGER.fullmatch(gold)})
         reasons = {}
         for gold, reply in zip(odd, self._pool.run([{"gold": gold} for gold in odd]), strict=True):
             if "score" not in reply:

@@ -216,6 +216,7 @@ def _draw(task: Task, seed: int, held_out: int, train: int, place: str) -> dict[
     """Rows of one task for both parts, none twice; the text of an error, as exceptions of tasks may not pickle."""
     from logra_jax.rl.verifier import make_verifier
 
+    random.seed(seed)  # should a task draw from the interpreter's own generator
     seen: set[str] = set()
     parts: dict[str, list[dict[str, Any]]] = {}
     try:

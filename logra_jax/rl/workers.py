@@ -18,6 +18,7 @@ from logra_jax.errors import UserError
 START_SECONDS = 120.0  # for a worker to import what it needs
 MAX_STILLBORN = 3  # workers killed one after the other before they could work
 KILL_AFTER = 0.5  # seconds past the worker's own alarm
+HURRY = 0.1  # of the time limit, for the rest of a batch of which much was late
 
 
 class Worker:
@@ -98,12 +99,17 @@ class Pool:
         self.start(1)
         self._serve([], [], math.inf, until_ready=True)
 
-    def run(self, requests: list[dict[str, Any]], seconds: float = math.inf) -> list[dict[str, Any]]:
-        """One reply per request, in order; {"late": True} for those not done `seconds` from now."""
+    def run(
+        self, requests: list[dict[str, Any]], seconds: float = math.inf, full_limits: int | None = None
+    ) -> list[dict[str, Any]]:
+        """One reply per request, in order; {"late": True} for those not done `seconds` from now.
+
+        full_limits: once so many were late, each of the rest has HURRY of the time limit.
+        """
         self.start(min(self.size, len(requests)))
         replies: list[dict[str, Any]] = [{"late": True}] * len(requests)
         try:
-            self._serve(requests, replies, time.monotonic() + seconds)
+            self._serve(requests, replies, time.monotonic() + seconds, full_limits=full_limits)
         except BaseException:
             # An interrupted worker would answer the next call with this call's replies.
             for worker in [w for w in self._workers if w.task is not None]:
@@ -117,8 +123,10 @@ class Pool:
         replies: list[dict[str, Any]],
         deadline: float,
         until_ready: bool = False,
+        full_limits: int | None = None,
     ) -> None:
         waiting = list(range(len(requests)))[::-1]
+        late = 0
         once: set[int] = set()  # requests that already lost a worker
         with selectors.DefaultSelector() as selector:
             watched: set[Worker] = set()
@@ -126,7 +134,8 @@ class Pool:
                 for worker in self._workers:
                     if worker.ready and worker.task is None and waiting:
                         task = waiting.pop()
-                        worker.send(task, requests[task], self.timeout_s)
+                        hurry = full_limits is not None and late >= full_limits
+                        worker.send(task, requests[task], self.timeout_s * (HURRY if hurry else 1.0))
                 pending = [w for w in self._workers if w.task is not None or not w.ready]
                 if not (waiting or any(w.task is not None for w in pending) or (until_ready and pending)):
                     return
@@ -137,30 +146,32 @@ class Pool:
                 watched = set(self._workers)
                 patience = min(deadline, *(w.deadline for w in pending), math.inf) - time.monotonic()
                 for key, _ in selector.select(max(0.0, patience)):
-                    self._receive(key.data, replies, waiting, once)
+                    late += self._receive(key.data, replies, waiting, once)
                 now = time.monotonic()
                 for worker in [w for w in self._workers if w in pending and now > min(w.deadline, deadline)]:
                     if not worker.ready and now > worker.deadline:
                         raise UserError(f"reward.kind {self._kind}: a worker took {START_SECONDS} s to start")
                     if worker.task is not None:
+                        late += 1
                         self._drop(worker)  # its reply stays {"late": True}
                 if now > deadline:
                     return
                 self.start(max(min(self.size, len(self._workers) + len(waiting)), int(until_ready)))
 
-    def _receive(self, worker: Worker, replies: list[dict[str, Any]], waiting: list[int], once: set[int]) -> None:
+    def _receive(self, worker: Worker, replies: list[dict[str, Any]], waiting: list[int], once: set[int]) -> bool:
+        """Take what a worker has to say; whether that is that its request was late."""
         reply = worker.receive()
         if reply is None:
-            return
+            return False
         if not worker.ready:
             if "error" not in reply:
                 worker.ready, self._stillborn = True, 0
-                return
+                return False
             self._drop(worker)
             self._stillborn += 1
             # One that was killed while it started (the system was out of memory, say) is replaced.
             if "ended" in reply and worker.process.returncode < 0 and self._stillborn < MAX_STILLBORN:
-                return
+                return False
             raise UserError(f"reward.kind {self._kind} cannot be used: {reply['error']}")
         task, worker.task = worker.task, None
         if "ended" in reply:
@@ -169,9 +180,10 @@ class Pool:
             if task is not None and task not in once:
                 once.add(task)
                 waiting.append(task)
-                return
+                return False
         if task is not None:
             replies[task] = reply
+        return "late" in reply
 
     def _drop(self, worker: Worker) -> None:
         self._workers.remove(worker)
