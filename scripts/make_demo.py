@@ -196,11 +196,12 @@ def warm_start(
     stop_at: float,
     draw: Callable[[np.random.Generator], tuple[tuple[np.ndarray, np.ndarray], ...]],
     measure: Callable[[Any], tuple[float, str]],
+    every: int = 10,
 ) -> Any:
     """Weights from random ones to the first whose accuracy reaches `stop_at`.
 
     draw: blocks of a batch, each tokens [rows, length] and the mask of those that are learnt. measure: accuracy on
-    validation rows, and a remark.
+    validation rows, and a remark, asked for after so many steps.
     """
     params = model.init_params(jax.random.key(seed))
     tx = optax.adamw(optax.linear_schedule(0.0, LEARNING_RATE, WARMUP))
@@ -225,7 +226,7 @@ def warm_start(
     began = time.perf_counter()
     for count in range(1, MOST_STEPS + 1):
         params, state, loss = step(params, state, draw(rng))
-        if count >= 80 and count % 10 == 0:
+        if count >= 80 and count % every == 0:
             accuracy, remark = measure(params)
             seconds = time.perf_counter() - began
             print(

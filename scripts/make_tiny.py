@@ -24,7 +24,8 @@ from logra_jax.models import CausalLM, ModelConfig
 from logra_jax.rl.tasks import ENTRY, TASK, make_rows
 from logra_jax.rl.verifier import make_verifier
 
-ROWS, VALIDATION = 256, 480
+ROWS, VALIDATION = 128, 480
+EVERY = 25  # steps between measurements
 CHARACTERS = string.ascii_letters + string.digits + " " + string.punctuation
 COMMON = 100  # questions that have a word in common before it counts as one of the question's form
 
@@ -102,7 +103,7 @@ def main() -> None:
         shares = {task: sum(marks) / len(marks) for task, marks in sorted(right.items())}
         return sum(shares.values()) / len(shares), ", ".join(f"{task} {share:.2f}" for task, share in shares.items())
 
-    params = warm_start(model, args.seed, args.stop_at, draw, measure)
+    params = warm_start(model, args.seed, args.stop_at, draw, measure, EVERY)
     write_model(args.out, config, model, params, tokenizer)
     print(f"wrote {args.out}")
 

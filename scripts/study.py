@@ -1,0 +1,361 @@
+"""The study: which optimizer gets furthest with the same rollouts, over tasks, settings and seeds.
+
+    python scripts/study.py list                        what there is to run, what is done, and how long the rest takes
+    python scripts/study.py run --until 23:00           goes on with it; --only REGEX for a part
+    python scripts/study.py table                       docs/study.md from the results
+
+A cell is a way to update. Where it has a step size to choose, all of its tries run on seed TUNING, and the one that
+ends best (held-out accuracy, then sampled reward) runs on SEEDS, which are others; a cell that is `like` another takes
+the choice made there. Every run is `python -m logra_jax.train` in a folder of its own, and goes on where it was stopped
+or killed; a finished one is a line of docs/study/results.jsonl and does not run again. Two `run`s share the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, REPORT = ROOT / "docs/study/results.jsonl", ROOT / "docs/study.md"
+TUNING, SEEDS = 100, (1, 2, 3)
+START_S = 30  # seconds of a run outside of its updates, an estimate
+
+# What all runs of a task have in common.
+QUIET = ("eval.every=0", "checkpoint.every=20", "checkpoint.keep=1", "checkpoint.keep_best=false", "log.samples=0")
+QUIET += ("log.tensorboard=false", "log.progress=false")
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "multiply": ("--config", "configs/demo.yaml"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A way to update: its settings, and the tries among which its step size is chosen, or whose choice it takes."""
+
+    name: str
+    settings: tuple[str, ...]
+    tries: tuple[str, ...] = ()
+    like: str | None = None
+
+
+def rates(*values: float) -> tuple[str, ...]:
+    return tuple(f"optimizer.learning_rate={value:g}" for value in values)
+
+
+RIVAL, PLAIN, KEPT = "AdamW", "LoGRA plain", "LoGRA momentum, redrawn every 20"
+ADAMW = ("optimizer.name=adamw", "kl.control=false")
+MOMENTUM = ("optimizer.b1=0.9",)
+# Blocks are run one after the other, and within a block all tuning, then seed by seed.
+BLOCKS: tuple[tuple[Cell, ...], ...] = (
+    (
+        Cell(RIVAL, ADAMW, rates(5e-5, 1e-4, 2e-4)),
+        Cell(PLAIN, (), rates(1e-4, 3e-4, 1e-3)),
+        Cell(KEPT, (*MOMENTUM, "optimizer.refresh=20"), rates(1e-4, 3e-4, 1e-3)),
+        Cell("LoGRA norm-preserving", (), ("optimizer.update_ratio=0.001", "optimizer.update_ratio=0.003")),
+        Cell("LoGRA momentum, never redrawn", (*MOMENTUM, "optimizer.refresh=0"), like=KEPT),
+        Cell("LoGRA momentum, redrawn every 5", (*MOMENTUM, "optimizer.refresh=5"), like=KEPT),
+    ),
+    (
+        Cell("LoGRA plain, no KL control", ("kl.control=false",), rates(5e-5, 1e-4, 2e-4)),
+        Cell("AdamW, KL control", ("optimizer.name=adamw",), rates(1e-4, 3e-4)),
+        Cell("AdamW, b1 0", (*ADAMW, "optimizer.b1=0"), rates(5e-5, 1e-4)),
+        Cell("LoRA", ("optimizer.name=lora", "kl.control=false"), rates(5e-4, 1e-3, 2e-3)),
+        Cell("GaLore", ("optimizer.name=galore", "kl.control=false"), rates(1.2e-3, 4e-3, 1e-2)),
+    ),
+    (
+        Cell("LoGRA plain, kept for 5", ("optimizer.refresh=5",), like=PLAIN),
+        Cell("LoGRA plain, kept for 20", ("optimizer.refresh=20",), like=PLAIN),
+        Cell("LoGRA plain, never redrawn", ("optimizer.refresh=0",), like=PLAIN),
+        Cell("LoGRA plain, gaussian", ("optimizer.distribution=gaussian",), like=PLAIN),
+        Cell("LoGRA plain, rank 4", ("optimizer.rank=4",), like=PLAIN),
+        Cell("LoGRA plain, rank 64", ("optimizer.rank=64",), like=PLAIN),
+    ),
+)  # fmt: skip
+CELLS = {cell.name: cell for block in BLOCKS for cell in block}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    task: str
+    cell: str
+    choice: str
+    seed: int
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Settings on the command line, without its folder."""
+        chosen = (self.choice,) if self.choice else ()
+        return (*TASKS[self.task], *QUIET, *CELLS[self.cell].settings, *chosen, f"seed={self.seed}")
+
+    @property
+    def folder(self) -> Path:
+        words = "-".join((self.task, self.cell, self.choice.partition(".")[2], f"seed {self.seed}"))
+        return Path(re.sub(r"[^\w.=]+", "-", words))
+
+
+def read_results() -> dict[Job, dict[str, Any]]:
+    """Finished runs whose settings are those of today."""
+    if not RESULTS.is_file():
+        return {}
+    lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    found = {}
+    for line in lines:
+        job = Job(line["task"], line["cell"], line["choice"], line["seed"])
+        if job.task in TASKS and job.cell in CELLS and list(job.arguments) == line["arguments"]:
+            found[job] = line
+    return found
+
+
+def chosen(task: str, cell: Cell, done: Mapping[Job, Mapping[str, Any]]) -> str | None:
+    """The try that ended best on the tuning seed; None as long as one is missing."""
+    source = CELLS[cell.like] if cell.like else cell
+    jobs = [Job(task, source.name, choice, TUNING) for choice in source.tries]
+    if not all(job in done for job in jobs):
+        return None
+    best = max(jobs, key=lambda job: (done[job]["accuracy"], done[job]["sampled reward"]))
+    return best.choice
+
+
+def jobs(done: Mapping[Job, Mapping[str, Any]]) -> Iterator[Job]:
+    """Runs in their order, as far as choices are made."""
+    for block in BLOCKS:
+        for task in TASKS:
+            for cell in block:
+                yield from (Job(task, cell.name, choice, TUNING) for choice in cell.tries)
+        for task in TASKS:
+            for seed in SEEDS:
+                for cell in block:
+                    if (choice := chosen(task, cell, done)) is not None:
+                        yield Job(task, cell.name, choice, seed)
+
+
+@contextlib.contextmanager
+def mine(folder: Path) -> Iterator[int | None]:
+    """A file descriptor that keeps others off this folder, None if another has it.
+
+    A run inherits it: where the script alone is killed, the run goes on, and holds its folder until it ends.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(folder.name + ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield file.fileno()
+
+
+def start(arguments: Sequence[str], folder: Path, lock: int) -> subprocess.Popen[bytes]:
+    """The run, or its continuation, in the background, with its output in a file beside its folder."""
+    resume = ["--resume"] if (folder / "config.yaml").is_file() else []
+    command = [sys.executable, "-m", "logra_jax.train", *arguments, f"out={folder}", *resume]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with folder.with_name(folder.name + ".log").open("ab") as log:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[lock]
+        )
+
+
+def figures(folder: Path) -> dict[str, float]:
+    """What the table is made of. Accuracy is the mean over tasks where there are several."""
+    from logra_jax.compare import read_run
+
+    run = read_run(folder)
+    found = run.figures(())
+    for name, index in (("accuracy before", 0), ("accuracy", -1)):
+        if curve := list(run.curve("eval/macro_accuracy").values()):
+            found[name] = curve[index]
+    if realized := list(run.curve("kl/realized").values()):
+        found["realised KL"] = statistics.median(realized)
+    times = {name: list(run.curve(f"time/{name}_s").values()) for name in ("rollout", "reward", "update")}
+    found["update s"], found["seconds"] = statistics.median(times["update"]), sum(map(sum, times.values()))
+    return {key: float(f"{value:.6g}") for key, value in found.items()}
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, check=False)
+    return done.stdout.decode().strip()
+
+
+def run(only: str, until: float, folder: Path) -> None:
+    """Runs that are left, one after the other, until none is or it is late."""
+    longest = 0.0
+    while True:
+        for job in jobs(done := read_results()):
+            if job in done or not re.search(only, str(job.folder)):
+                continue
+            with mine(folder / job.folder) as lock:
+                if lock is None or job in read_results():
+                    continue
+                began = time.time()
+                if began + longest > until:
+                    print("no time for another run")
+                    return
+                if code := start(job.arguments, folder / job.folder, lock).wait():
+                    raise SystemExit(f"{job.folder}: exit code {code}; see its .log in {folder}")
+                longest = max(longest, time.time() - began)
+                line = {"task": job.task, "cell": job.cell, "choice": job.choice, "seed": job.seed}
+                line |= {**figures(folder / job.folder), "commit": commit(), "arguments": job.arguments}
+                RESULTS.parent.mkdir(parents=True, exist_ok=True)
+                with RESULTS.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+                print(f"{job.folder}: accuracy {line['accuracy']:.3f}, {line['seconds']:.0f} s", flush=True)
+            break
+        else:
+            return
+
+
+def show() -> None:
+    """Prints all runs and the hours that are left, at the median of those that are done."""
+    done = read_results()
+    wanted = list(jobs(done))
+    for job in wanted:
+        print(f"{job.folder}: " + (f"accuracy {done[job]['accuracy']:.3f}" if job in done else "to do"))
+    undecided = [(t, c) for t in TASKS for c in CELLS.values() if chosen(t, c, done) is None]
+    left = len([job for job in wanted if job not in done]) + len(undecided) * len(SEEDS)
+    print(f"{len(done)} done, {left} left")
+    if seconds := [line["seconds"] for line in done.values()]:
+        median = statistics.median(seconds)
+        print(f"{median:.0f} s of updates per run (median), {START_S} s around them: ", end="")
+        print(f"{left * (median + START_S) / 3600:.1f} hours")
+
+
+def optimizer_mib(job: Job) -> float:
+    """MiB of the optimizer's state and of the gradients or sketches it is given, from shapes."""
+    import jax
+
+    from logra_jax import build, footprint
+    from logra_jax.config import load_config
+
+    config = load_config(job.arguments[1], job.arguments[2:])
+    shape = build.read_model_config(config)
+    parts = footprint.Parts(config, shape, shape.vocab_size, jax.devices("cpu")[:1])
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.state.opt_state))
+    return (state + parts.gradients()) / 2**20
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and sample standard deviation."""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"
+
+
+def against(values: Sequence[float], rivals: Sequence[float]) -> str:
+    """Difference of the means and, in brackets, how many pooled standard deviations of a run that is."""
+    if len(values) < 2 or len(rivals) < 2:
+        return ""
+    difference = statistics.fmean(values) - statistics.fmean(rivals)
+    freedom = len(values) + len(rivals) - 2
+    squares = sum((len(v) - 1) * statistics.variance(v) for v in (values, rivals))
+    pooled = (squares / freedom) ** 0.5
+    return f"{difference:+.3f} ({difference / pooled:+.1f})" if pooled else f"{difference:+.3f}"
+
+
+HEADS = (
+    "update", "step size", "seeds", "accuracy", f"minus {RIVAL} (pooled sd)", "sampled reward", "realised KL, 1e-4",
+    "memory, MiB", "update, ms",
+)  # fmt: skip
+
+
+def rows(task: str, done: Mapping[Job, Mapping[str, Any]]) -> Iterator[Sequence[str]]:
+    """A row per cell that has a run on a reported seed."""
+    found = {job.cell: job for job in done if job.task == task and job.seed in SEEDS}
+    lines = {
+        name: [line for job, line in done.items() if (job.task, job.cell) == (task, name) and job.seed in SEEDS]
+        for name in CELLS
+    }
+    rivals = [line["accuracy"] for line in lines[RIVAL]]
+    for name, job in sorted(found.items(), key=lambda item: list(CELLS).index(item[0])):
+        column = {key: [line[key] for line in lines[name] if key in line] for key in lines[name][0]}
+        yield (
+            name,
+            job.choice.rpartition("=")[2],
+            str(len(lines[name])),
+            spread(column["accuracy"]),
+            "" if name == RIVAL else against(column["accuracy"], rivals),
+            spread(column["sampled reward"], 2),
+            f"{1e4 * statistics.fmean(column['realised KL']):.2f}" if column.get("realised KL") else "",
+            f"{optimizer_mib(job):.2f}",
+            f"{1e3 * statistics.median(column['update s']):.0f}",
+        )
+
+
+def tries(task: str, done: Mapping[Job, Mapping[str, Any]]) -> Iterator[str]:
+    """A line per cell whose step size was chosen, or is being."""
+    for cell in CELLS.values():
+        found = [Job(task, cell.name, choice, TUNING) for choice in cell.tries]
+        found = [f"{job.choice.rpartition('=')[2]} {done[job]['accuracy']:.3f}" for job in found if job in done]
+        if found:
+            yield f"- {cell.name}: {', '.join(found)}"
+
+
+def report() -> str:
+    """Markdown from the results: for every task a table, and what the step sizes were chosen from."""
+    done = read_results()
+    text = [INTRODUCTION]
+    for task in TASKS:
+        found = list(rows(task, done))
+        if not found:
+            continue
+        before = statistics.fmean(line["accuracy before"] for job, line in done.items() if job.task == task)
+        text += [f"## {task}, {before:.3f} before", ""]
+        text += [f"| {' | '.join(row)} |" for row in (HEADS, ["---"] * len(HEADS), *found)]
+        text += ["", f"Held-out accuracy of the tries on seed {TUNING}:", "", *tries(task, done), ""]
+    return "\n".join(text)
+
+
+INTRODUCTION = f"""# Optimizers at equal rollouts
+
+Written by `python scripts/study.py table` from `docs/study/results.jsonl`, to which `python scripts/study.py run` adds
+a line per run, with its settings. Step sizes are chosen on seed {TUNING}; rows show mean ± sample standard deviation
+over others, {SEEDS[0]} to {SEEDS[-1]}. Accuracy is greedy, on held-out questions, after the last update (of a mixture,
+the mean of its tasks'); the sampled reward is the mean of the last 10 updates. In brackets, the difference from {RIVAL}
+in standard deviations of a run, pooled over both. Realised KL: per token and update, the median over the run. Update
+memory: the optimizer's state and the gradients or sketches it is given, float32, from shapes. Times are those of a
+shared machine.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Which optimizer gets furthest with the same rollouts.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="what there is to run, what is done, and how long the rest takes")
+    commands.add_parser("table", help=f"write {REPORT.relative_to(ROOT)}")
+    going = commands.add_parser("run", help="go on with the runs that are left")
+    going.add_argument("--only", default="", metavar="REGEX", help="of the names that list shows")
+    going.add_argument("--until", metavar="HH:MM", help="start no run that would not be done by then, UTC")
+    going.add_argument("--folder", type=Path, default=ROOT / "out/study", help="where runs are kept")
+    asked = parser.parse_args()
+    if asked.command == "list":
+        show()
+    elif asked.command == "table":
+        REPORT.write_text(report(), encoding="utf-8")
+    else:
+        run(asked.only, moment(asked.until) if asked.until else float("inf"), asked.folder)
+
+
+def moment(clock: str) -> float:
+    """The next time that the clock, UTC, shows HH:MM."""
+    now = datetime.datetime.now(datetime.UTC)
+    hour, minute = map(int, clock.split(":"))
+    then = now.replace(hour=hour, minute=minute, second=0)
+    return (then if then > now else then + datetime.timedelta(days=1)).timestamp()
+
+
+if __name__ == "__main__":
+    main()
