@@ -6,7 +6,8 @@
 
 SIGKILL hits the run at moments drawn from --seed, the first two within the part that is compared: an unbroken run of
 the first --compare updates, which must agree bit for bit in its metrics (times apart) and its checkpoint. Stopped
-itself, the script goes on where it was. It writes docs/long_run.json and docs/long_run.png; exit code 1 if the verdict is no.
+itself, the script goes on where it was. It writes docs/long_run.json and docs/long_run.png; exit code 1 if the verdict
+is no.
 
 The verdict: held-out accuracy (mean over tasks) and sampled reward end above their start; no mean of WINDOW updates'
 sampled rewards lies more than DROP below an earlier one; the realised KL is what was predicted, within RATIO in the

@@ -197,6 +197,7 @@ def warm_start(
     draw: Callable[[np.random.Generator], tuple[tuple[np.ndarray, np.ndarray], ...]],
     measure: Callable[[Any], tuple[float, str]],
     every: int = 10,
+    learning_rate: float = LEARNING_RATE,
 ) -> Any:
     """Weights from random ones to the first whose accuracy reaches `stop_at`.
 
@@ -204,7 +205,7 @@ def warm_start(
     validation rows, and a remark, asked for after so many steps.
     """
     params = model.init_params(jax.random.key(seed))
-    tx = optax.adamw(optax.linear_schedule(0.0, LEARNING_RATE, WARMUP))
+    tx = optax.adamw(optax.linear_schedule(0.0, learning_rate, WARMUP))
 
     @jax.jit
     def step(params, state, blocks):
@@ -251,7 +252,7 @@ def write_model(folder: Path, config: dict, model: CausalLM, params, tokenizer: 
     save_hf(model, params, folder, overwrite=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n", encoding="utf-8")
-    settings = TOKENIZER_CONFIG | {"model_max_length": config["max_position_embeddings"]}
+    settings = dict(sorted((TOKENIZER_CONFIG | {"model_max_length": config["max_position_embeddings"]}).items()))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
     load_hf(folder)  # what was written can be read

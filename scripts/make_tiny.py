@@ -25,7 +25,7 @@ from logra_jax.rl.tasks import ENTRY, TASK, make_rows
 from logra_jax.rl.verifier import make_verifier
 
 ROWS, VALIDATION = 128, 480
-EVERY = 25  # steps between measurements
+EVERY, LEARNING_RATE = 25, 2e-3  # steps between measurements
 CHARACTERS = string.ascii_letters + string.digits + " " + string.punctuation
 COMMON = 100  # questions that have a word in common before it counts as one of the question's form
 
@@ -79,7 +79,8 @@ def main() -> None:
     prompts, answers = ([tokenizer.encode(row[key]).ids for row in rows] for key in ("prompt", "answer"))
     width, longest = max(map(len, prompts)), max(map(len, answers)) + 1
     vocab_size = tokenizer.get_vocab_size()
-    config = HF_CONFIG | {"vocab_size": -(-vocab_size // 32) * 32, "max_position_embeddings": 128}
+    changed = {"vocab_size": -(-vocab_size // 32) * 32, "max_position_embeddings": 128}
+    config = dict(sorted((HF_CONFIG | changed).items()))
     print(f"{len(rows)} questions of up to {width} tokens, answers of up to {longest}; {vocab_size} tokens")
     model = CausalLM(ModelConfig.from_hf(config), compute_dtype="float32")
     sampler, verify = make_sampler(model, longest, vocab_size), make_verifier()
@@ -103,7 +104,7 @@ def main() -> None:
         shares = {task: sum(marks) / len(marks) for task, marks in sorted(right.items())}
         return sum(shares.values()) / len(shares), ", ".join(f"{task} {share:.2f}" for task, share in shares.items())
 
-    params = warm_start(model, args.seed, args.stop_at, draw, measure, EVERY)
+    params = warm_start(model, args.seed, args.stop_at, draw, measure, EVERY, LEARNING_RATE)
     write_model(args.out, config, model, params, tokenizer)
     print(f"wrote {args.out}")
 

@@ -11,6 +11,8 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from logra_jax.models import load_hf
+
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = Path(str(importlib.resources.files("logra_jax"))) / "demo"
 WORKED = "8*6=48,8*6+4=52,5*6+5=35#3528"
@@ -78,6 +80,15 @@ def test_files_are_those_of_the_script(script):
     assert not set(validation) & {*train, *held_out}
     kept_out = len(held_out) + len(validation)
     assert 0.08 < kept_out / (kept_out + len(train)) < 0.12
+
+
+def test_script_writes_the_packaged_files(script, tmp_path):
+    loaded = load_hf(DEMO / "model", compute_dtype="float32")
+    config = dict(sorted(script.HF_CONFIG.items()))
+    script.write_model(tmp_path / "model", config, *loaded[:2], script.tokenizer())
+    script.write_rows(tmp_path, *script.pairs()[:2])
+    for path in (path for path in DEMO.rglob("*.*") if path.suffix != ".yaml"):
+        assert (tmp_path / path.relative_to(DEMO)).read_bytes() == path.read_bytes(), path
 
 
 def test_worked_answers_are_right(script):

@@ -1,0 +1,122 @@
+"""The scripts of long runs and of the study: what they decide, with runs that are made up."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from logra_jax.config import load_config, to_yaml
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+@pytest.fixture
+def study(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import study
+
+    a = study.Cell("a", (), study.rates(1e-3, 3e-3))
+    cells = (a, study.Cell("b", ("optimizer.refresh=0",), like="a"))
+    monkeypatch.setattr(study, "BLOCKS", (cells,))
+    monkeypatch.setattr(study, "CELLS", {cell.name: cell for cell in cells})
+    monkeypatch.setattr(study, "SEEDS", (1, 2))
+    monkeypatch.setattr(study, "RESULTS", tmp_path / "study" / "results.jsonl")
+    monkeypatch.setattr(study, "commit", lambda: "0")
+    return study
+
+
+@pytest.fixture
+def long_run(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import long_run
+
+    return long_run
+
+
+class Trained:
+    """In place of a process: what a run of three updates would leave."""
+
+    def __init__(self, arguments, folder, lock):
+        config = load_config(None, [item for item in arguments if "=" in item])
+        accuracy = 0.5 + config.optimizer.learning_rate + config.seed / 1000
+        folder.mkdir()
+        (folder / "config.yaml").write_text(to_yaml(config))
+        rows = [{"step": i, "reward/mean": 0.5, "kl/realized": 1e-4, "kl/predicted": 1e-4} for i in range(3)]
+        rows = [row | {f"time/{part}_s": 1.0 for part in ("rollout", "reward", "update")} for row in rows]
+        rows[0] |= {"eval/accuracy": 0.25, "eval/updates": 0}
+        rows[-1] |= {"eval/accuracy": accuracy, "eval/updates": 3}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def wait(self):
+        return 0
+
+
+def test_every_run_once_and_step_sizes_from_another_seed(study, monkeypatch, tmp_path):
+    started = []
+
+    def start(arguments, folder, lock):
+        started.append(folder.name)
+        return Trained(arguments, folder, lock)
+
+    monkeypatch.setattr(study, "start", start)
+    only = study.Job("multiply", "a", "optimizer.learning_rate=0.001", study.TUNING)
+    with study.mine(tmp_path / "runs" / only.folder) as lock:
+        assert lock is not None
+        study.run("", float("inf"), tmp_path / "runs")  # all but what another process has in hand
+    assert len(started) == 1
+    study.run("", float("inf"), tmp_path / "runs")
+    assert len(started) == len(set(started)) == 2 + 2 * 2
+    done = study.read_results()
+    reported = {(job.cell, job.choice, job.seed) for job in done if job.seed != study.TUNING}
+    assert reported == {(cell, "optimizer.learning_rate=0.003", seed) for cell in "ab" for seed in (1, 2)}
+    assert {line["seconds"] for line in done.values()} == {9.0}
+    study.run("", float("inf"), tmp_path / "runs")
+    assert len(started) == 6
+    monkeypatch.setattr(study, "QUIET", (*study.QUIET, "steps=3"))  # other settings are other runs
+    assert not study.read_results()
+
+
+def test_no_run_is_started_that_would_be_late(study, monkeypatch, tmp_path):
+    monkeypatch.setattr(study, "start", Trained)
+    study.run("", 0.0, tmp_path / "runs")
+    assert not study.read_results()
+
+
+def test_difference_in_pooled_deviations(study):
+    mine, theirs = [0.80, 0.84], [0.85, 0.87, 0.92]
+    squares = 2 * 0.02**2 + 0.03**2 + 0.01**2 + 0.04**2
+    assert study.against(mine, theirs) == f"-0.060 ({-0.06 / (squares / 3) ** 0.5:+.1f})"
+    assert study.against(mine, theirs[:1]) == ""
+
+
+def test_deepest_fall_is_between_windows(long_run):
+    assert long_run.deepest_fall([i / 100 for i in range(100)]) == 0
+    # a single bad update weighs a fiftieth; a bad window counts also where a worse start lies before it
+    rewards = [0.1] * 60 + [0.8] * 80 + [0.0] + [0.8] * 60 + [0.5] * 50 + [0.7] * 50
+    assert long_run.deepest_fall(rewards) == pytest.approx(0.3)
+
+
+def test_moments_to_kill_follow_from_the_seed(long_run):
+    plan = long_run.moments(1100, 200, 5, 0)
+    assert plan == long_run.moments(1100, 200, 5, 0) != long_run.moments(1100, 200, 5, 1)
+    places = [place for place, _ in plan]
+    assert places == sorted(places)
+    assert sum(place < 200 for place in places) >= 2
+    assert all(0 < place < 1100 and 0 <= wait < 1 for place, wait in plan)
+
+
+def test_percentiles(long_run):
+    assert long_run.percentiles(list(range(101))) == [5, statistics.median(range(101)), 95]
+
+
+def test_phrases_of_questions_are_tokens(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import make_tiny
+
+    questions = [f"Solve for x: {i} + x = {i + 3}. Give the result only." for i in range(make_tiny.COMMON)]
+    tokenizer = make_tiny.make_tokenizer(questions)
+    assert make_tiny.phrases(questions) == ["Give the result only.", "Solve for"]
+    for text in (questions[7], "#4/7 Solve", *questions[-2:]):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert len(tokenizer.encode(questions[7]).ids) == len(" x: 7 + x = 10. ") + 2
