@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import datetime
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -36,8 +37,10 @@ START_S = 30  # seconds of a run outside of its updates, an estimate
 # What all runs of a task have in common.
 QUIET = ("eval.every=0", "checkpoint.every=20", "checkpoint.keep=1", "checkpoint.keep_best=false", "log.samples=0")
 QUIET += ("log.tensorboard=false", "log.progress=false")
+# The mixture starts from `python scripts/make_tiny.py --out out/tiny`.
 TASKS: Mapping[str, tuple[str, ...]] = {
     "multiply": ("--config", "configs/demo.yaml"),
+    "mixture": ("--config", "configs/tiny_reasoning.yaml", "steps=150", "kl.budget_steps=150"),
 }
 
 
@@ -187,6 +190,14 @@ def figures(folder: Path) -> dict[str, float]:
     return {key: float(f"{value:.6g}") for key, value in found.items()}
 
 
+def model_digest(folder: Path) -> str:
+    """Of the weights that a run starts from."""
+    from logra_jax.config import load_config, resolve_path
+
+    path = resolve_path(load_config(folder / "config.yaml").model.path)
+    return hashlib.sha256((ROOT / path / "model.safetensors").read_bytes()).hexdigest()[:12]
+
+
 def commit() -> str:
     done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, check=False)
     return done.stdout.decode().strip()
@@ -210,7 +221,8 @@ def run(only: str, until: float, folder: Path) -> None:
                     raise SystemExit(f"{job.folder}: exit code {code}; see its .log in {folder}")
                 longest = max(longest, time.time() - began)
                 line = {"task": job.task, "cell": job.cell, "choice": job.choice, "seed": job.seed}
-                line |= {**figures(folder / job.folder), "commit": commit(), "arguments": job.arguments}
+                line |= figures(folder / job.folder)
+                line |= {"model": model_digest(folder / job.folder), "commit": commit(), "arguments": job.arguments}
                 RESULTS.parent.mkdir(parents=True, exist_ok=True)
                 with RESULTS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
@@ -312,8 +324,11 @@ def report() -> str:
         found = list(rows(task, done))
         if not found:
             continue
-        before = statistics.fmean(line["accuracy before"] for job, line in done.items() if job.task == task)
-        text += [f"## {task}, {before:.3f} before", ""]
+        starts = {(line["model"], line["accuracy before"]) for job, line in done.items() if job.task == task}
+        text += [
+            f"## {task}: from " + ", ".join(f"{before:.3f} (model {digest})" for digest, before in sorted(starts)),
+            "",
+        ]
         text += [f"| {' | '.join(row)} |" for row in (HEADS, ["---"] * len(HEADS), *found)]
         text += ["", f"Held-out accuracy of the tries on seed {TUNING}:", "", *tries(task, done), ""]
     return "\n".join(text)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from logra_jax.config import load_config, to_yaml
+from logra_jax.rl.tokenizer import load_tokenizer
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -20,6 +21,7 @@ def study(monkeypatch, tmp_path):
     cells = (a, study.Cell("b", ("optimizer.refresh=0",), like="a"))
     monkeypatch.setattr(study, "BLOCKS", (cells,))
     monkeypatch.setattr(study, "CELLS", {cell.name: cell for cell in cells})
+    monkeypatch.setattr(study, "TASKS", {"multiply": study.TASKS["multiply"]})
     monkeypatch.setattr(study, "SEEDS", (1, 2))
     monkeypatch.setattr(study, "RESULTS", tmp_path / "study" / "results.jsonl")
     monkeypatch.setattr(study, "commit", lambda: "0")
@@ -110,13 +112,20 @@ def test_percentiles(long_run):
     assert long_run.percentiles(list(range(101))) == [5, statistics.median(range(101)), 95]
 
 
-def test_phrases_of_questions_are_tokens(monkeypatch):
+def test_phrases_of_questions_are_tokens(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(SCRIPTS)
+    import make_demo
     import make_tiny
 
     questions = [f"Solve for x: {i} + x = {i + 3}. Give the result only." for i in range(make_tiny.COMMON)]
     tokenizer = make_tiny.make_tokenizer(questions)
     assert make_tiny.phrases(questions) == ["Give the result only.", "Solve for"]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(make_demo.TOKENIZER_CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(make_demo.HF_CONFIG))
+    loaded = load_tokenizer(tmp_path)
     for text in (questions[7], "#4/7 Solve", *questions[-2:]):
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+        ids = tokenizer.encode(text).ids
+        assert tokenizer.decode(ids) == loaded.decode(ids) == text
+        assert loaded(text)["input_ids"] == ids  # as a run reads it
     assert len(tokenizer.encode(questions[7]).ids) == len(" x: 7 + x = 10. ") + 2
