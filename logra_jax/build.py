@@ -233,7 +233,9 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
     dense = None
     if settings.others == "adamw":
         rate = settings.others_learning_rate
-        dense = optim.in_float32(optax.adamw(schedule if rate is None else rate, 0.9, settings.b2, settings.eps))
+        moments = {"b1": 0.9, "b2": settings.b2, "eps": settings.eps}
+        rate = schedule if rate is None else rate
+        dense = optim.in_float32(optax.adamw(rate, **moments, weight_decay=settings.weight_decay))
     if settings.name != "logra":
         b1 = 0.9 if settings.b1 is None else settings.b1
         numbers = {"b1": b1, "b2": settings.b2, "eps": settings.eps, "weight_decay": settings.weight_decay}
