@@ -19,7 +19,12 @@ def test_same_accuracy_as_the_run_that_made_the_model(command_settings, capsys):
     assert evaluate.main(["--config", "out/config.yaml", "model.path=out/hf"]) == 0
     said = capsys.readouterr()
     (line,) = said.out.splitlines()
-    assert {f"eval/{name}": value for name, value in json.loads(line).items()} == last
+    found = json.loads(line)
+    low, high = found.pop("ci95")["accuracy"]
+    assert {f"eval/{name}": value for name, value in found.items()} == last
+    # Greedy: the interval of 12 independent trials, whose ends lie Z standard errors from the share.
+    for end in (low, high):
+        assert abs(end - found["accuracy"]) == pytest.approx(1.959964 * np.sqrt(end * (1 - end) / 12), rel=1e-5)
     assert said.err.count("prompt ") == 3  # log.samples
     assert "optimizer" not in said.err
 

@@ -28,7 +28,9 @@ def model(tmp_path_factory, fixtures):
     raw = json.loads((fixtures / "tiny-qwen3" / "config.json").read_text())
     shape = replace(ModelConfig.from_hf(raw), num_hidden_layers=1, hidden_size=264, intermediate_size=264,
                     num_attention_heads=2, num_key_value_heads=1, head_dim=264)  # fmt: skip
-    weights = jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, np.float32)), CausalLM(shape).abstract_params())
+    weights = jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, np.float32)), CausalLM(shape).abstract_params()
+    )
     save_hf(CausalLM(shape), weights, folder)
     for file in (fixtures / "tiny-qwen3").iterdir():
         if not (folder / file.name).exists() and not file.name.startswith("reference"):
@@ -96,7 +98,12 @@ def test_the_published_port():
     rollout, optimizer = config.rollout, config.optimizer
     assert (rollout.prompts, rollout.generations, config.advantage.estimator) == (16, 8, "grpo")
     assert config.data.max_prompt_length + rollout.max_new_tokens == 2048
-    assert (optimizer.name, optimizer.learning_rate, optimizer.warmup, optimizer.schedule) == ("logra", 5e-6, 50, "constant")
+    assert (optimizer.name, optimizer.learning_rate, optimizer.warmup, optimizer.schedule) == (
+        "logra",
+        5e-6,
+        50,
+        "constant",
+    )
     assert (optimizer.weight_decay, optimizer.preserve_norm, optimizer.others) == (0.01, False, "adamw")
     assert (config.loss.reference_kl, config.kl.control) == (0.01, False)
 
