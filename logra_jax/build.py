@@ -114,6 +114,7 @@ def read_prompts(config: Config, path: str, tokenizer: Any, vocab_size: int) -> 
         prompt_column=data.prompt_column,
         answer_column=data.answer_column,
         template=data.template,
+        enable_thinking=data.enable_thinking,
         prompt_format=data.prompt_format,
         system=data.system,
         max_prompt_length=data.max_prompt_length,
@@ -350,6 +351,7 @@ def make_policy_update(
         spec,
         LossSettings(
             aggregation=loss.aggregation,
+            ratio=loss.ratio,
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,
             importance_cap=loss.importance_cap,

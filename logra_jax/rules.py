@@ -26,6 +26,11 @@ def check(config: Config) -> None:
             f"rollout.generations=1 leaves advantage.estimator={config.advantage.estimator} nothing to "
             "compare an answer with: use at least 2 generations, or advantage.estimator=running_baseline"
         )
+    if config.reward.overlong_tokens > rollout.max_new_tokens:
+        raise UserError(
+            f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollout.max_new_tokens="
+            f"{rollout.max_new_tokens}: lower it"
+        )
     if loss.micro_batch and rollout.rows % loss.micro_batch:
         raise UserError(
             f"loss.micro_batch={loss.micro_batch} does not divide the {rollout.rows} answers of an update "

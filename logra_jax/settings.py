@@ -74,6 +74,12 @@ class Data:
     prompt_column: str = _f("prompt", "column that holds the prompt")
     answer_column: str = _f("answer", "column that holds the reference answer")
     template: Literal["chat", "plain"] = _f("chat", "apply the model's chat template, or take the text as it is")
+    enable_thinking: bool | None = _f(
+        None,
+        "let the model think before it answers, where its chat template has that switch (Qwen3 and later); null: as "
+        "the template has it",
+        only="data.template=chat",
+    )
     prompt_format: str = _f("{prompt}", "text put around a prompt that is a text, not messages; must contain {prompt}")
     system: str | None = _f(None, "system message; plain: a line above the prompt. A row's own one is kept instead")
     max_prompt_length: int = _f(1024, "longest prompt in tokens", "[1, inf)")
@@ -154,6 +160,12 @@ class Reward:
     pattern: str | None = _f(
         None, "regex, group 1 of its last match is the answer; null: all of the text", only="reward.kind=exact"
     )
+    overlong_tokens: int = _f(
+        0,
+        "answers lose up to 1 of their reward in the last so many tokens before rollout.max_new_tokens, in proportion "
+        "(DAPO's soft overlong punishment); 0: off",
+        "[0, inf)",
+    )
     timeout_s: float = _f(5.0, "seconds until the grading of one answer is given up", "(0, inf)", "reward.kind!=exact")
     workers: int = _f(2, "grading processes", "[1, inf)", "reward.kind!=exact")
 
@@ -182,7 +194,18 @@ class Advantage:
 class Loss:
     """Policy-gradient loss."""
 
-    aggregation: Literal["token", "sequence"] = _f("token", "mean over all tokens, or over answers of their means")
+    aggregation: Literal["token", "sequence", "constant"] = _f(
+        "token",
+        "mean over all tokens; over answers of their means; or over answers of their sums divided by "
+        "rollout.max_new_tokens (Dr. GRPO)",
+    )
+    ratio: Literal["token", "sequence"] = _f(
+        "token",
+        "new to old probability of each token, or of its whole answer, as the geometric mean over its tokens (GSPO, "
+        "which goes with aggregation=sequence)",
+        only="loss.updates_per_batch!=1",
+    )
+    skip_cut_off: bool = _f(False, "leave answers that were cut off out of the loss (DAPO's overlong filtering)")
     clip_low: float | None = _f(None, "ratio clipped at 1 - clip_low; null: not", "[0, 1)", "loss.updates_per_batch!=1")
     clip_high: float | None = _f(
         None, "ratio clipped at 1 + clip_high; null: not", "[0, inf)", "loss.updates_per_batch!=1"

@@ -70,6 +70,18 @@ def running_baseline(
     return Advantages(advantages, valid), float(baseline)
 
 
+def overlong_penalty(lengths: np.ndarray, longest: int, span: int) -> np.ndarray:
+    """What an answer's length takes off its reward: the soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
+
+    lengths: tokens, any shape; longest: tokens an answer may have; span: the last tokens before it, in which the
+    penalty falls from 0 to -1 linearly. float32, shape of `lengths`; 0 everywhere for span 0.
+    """
+    over = np.asarray(lengths, np.float64) - (longest - span)
+    return (
+        -np.clip(over / max(span, 1), 0.0, 1.0).astype(np.float32) if span else np.zeros(np.shape(lengths), np.float32)
+    )
+
+
 def zero_share(advantages: Advantages) -> float:
     """Share of the valid rows whose advantage is exactly 0: they teach nothing. NaN without a valid row."""
     kept = advantages.values[advantages.valid]

@@ -163,7 +163,8 @@ def make_update(
         whole = policy.everywhere(batch) if packed else batch
 
         def weights_of(rows: Batch) -> Float[Array, " n"]:
-            return token_weights(loss.aggregation, rows.lengths, total_tokens, total_sequences)
+            longest = rows.rollout_logprobs.shape[1]
+            return token_weights(loss.aggregation, rows.lengths, longest, total_tokens, total_sequences)
 
         def of_rows(rows: Batch, into: Tree = None) -> tuple[LossSums, Tree]:
             mask = valid_tokens(rows)
@@ -193,6 +194,7 @@ def make_update(
                 weights=answer(weights_of(whole)),
                 mask=slots.learns,
                 ended=slots.learns & answer(whole.stopped),
+                answer_mean=lambda values, mask: answer(slots.means(values, mask, whole.tokens.shape[0])),
             )
 
         def of_pass(logprobs: Callable[[Tree], tuple[Array, Array]], into: Tree, **terms: Any) -> tuple[LossSums, Tree]:
