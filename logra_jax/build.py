@@ -264,9 +264,18 @@ def abstract_packing(config: Config, mesh: jax.sharding.Mesh, prompt_width: int)
 
 
 def make_sampler(
-    config: Config, model: CausalLM, vocab_size: int, temperature: float, top_p: float, top_k: int = 0
+    config: Config,
+    model: CausalLM,
+    vocab_size: int,
+    temperature: float,
+    top_p: float,
+    top_k: int = 0,
+    group: int = 0,
 ) -> Sampler:
-    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
+    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share.
+
+    group: devices that share its products, see `sampling.groups`.
+    """
     return Sampler(
         model,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -278,6 +287,7 @@ def make_sampler(
         top_p=top_p,
         slots=config.rollout.slots,
         cache_dtype=config.rollout.cache_dtype,
+        tensor=group,
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logra_jax import build, distributed, fit, models, optim
+from logra_jax import build, distributed, fit, models, optim, sampling
 from logra_jax.config import Config, check_lengths, resolve_path
 from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
@@ -48,6 +48,7 @@ class Evaluator:
         self.rows_sharding = batch_sharding(self.mesh)
         self.shape = build.read_model_config(config)
         check_lengths(config, self.shape.max_position_embeddings)
+        self.group = sampling.groups(config, self.shape, self.mesh)[0]
         self.held_out: PromptSet | None = None
         if config.data.eval is not None:
             held_out, limit = self._read(config.data.eval), config.eval.max_prompts
@@ -79,14 +80,12 @@ class Evaluator:
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
         """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
         on_mesh = self.model.replace(mesh=self.mesh)
-        return build.make_sampler(self.config, on_mesh, self.vocab_size, temperature, top_p, top_k)
+        return build.make_sampler(self.config, on_mesh, self.vocab_size, temperature, top_p, top_k, self.group)
 
     def evaluate(self, params: Tree) -> Evaluation:
         """Accuracy and its kin on the held-out prompts, under the same noise at every call."""
         assert self.held_out is not None
-        settings, count = self.config.eval, len(self.held_out)
-        # As many answers at a time as an update takes, in a number of prompts that the devices divide.
-        fsdp, wanted = self.mesh.shape["fsdp"], max(self.config.rollout.rows // settings.samples, 1)
+        settings = self.config.eval
         powers = [2**i for i in range(settings.samples.bit_length())]
         return evaluate(
             self.make_sampler(settings.temperature, settings.top_p),
@@ -94,7 +93,7 @@ class Evaluator:
             self.held_out,
             self.grader,
             decode=partial(decode, self.tokenizer),
-            batch=-(-min(wanted, count) // fsdp) * fsdp,
+            batch=sampling.evaluation(self.config, self.mesh.shape["fsdp"], len(self.held_out)).prompts,
             samples=settings.samples,
             ks=sorted({*powers, settings.samples}) if settings.samples > 1 else (),
             seed=self.config.seed,
@@ -118,6 +117,7 @@ class Evaluator:
             f"held out   {held_out}\n"
             f"devices    {mesh.devices.size} x {mesh.devices.flat[0].device_kind}, "
             f"mesh fsdp={mesh.shape['fsdp']} tensor={mesh.shape['tensor']}"
+            f"{f', sampling in groups of {self.group}' if self.group else ''}"
         )
 
 
@@ -134,7 +134,9 @@ class Run(Evaluator):
         self.spec = build.make_spec(config, empty)
         trained, _ = self._split(empty.abstract_params())  # refuses targets and ranks that do not fit
         paths = [path for path, _ in leaves_with_paths(trained)]
-        fit.check(config, self.shape, self.vocab_size, self.prompts.tokens.shape[1], list(self.mesh.devices.flat))
+        width, devices = self.prompts.tokens.shape[1], list(self.mesh.devices.flat)
+        found = fit.check(config, self.shape, self.vocab_size, width, devices)
+        self.group = self.group if found is None else found
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
         if config.optimizer.name == "lora":
             self.weights = optim.add_adapters(self.weights, self.spec, config.optimizer.lora_alpha)

@@ -150,6 +150,7 @@ def in_groups(model: CausalLM, params: Any, tensor: int) -> tuple[CausalLM, Any]
     Each group has all weights, split by heads, MLP width and vocabulary, so that a pass puts none of them together; the
     matrices of its products are in the compute dtype. Groups share the rows.
     """
+    assert model.mesh is not None
     table, mesh = AxisTable(), decoding_mesh(model.mesh, tensor)
     # Rows for columns within a group first, then the parts of all groups: the compiler finds no such way by itself, and
     # puts the whole stack together on each device.
