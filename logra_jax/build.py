@@ -1,6 +1,7 @@
 """From the settings of a run to its optimizer, its prompts and its grader. Used by the commands alone."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from logra_jax.rl.policy import Policy
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
+from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.shared_grading import SharedGrader
 from logra_jax.rl.update import TrainState, make_update
 from logra_jax.rl.vllm_engine import VllmEngine
@@ -298,12 +300,23 @@ def make_vllm_engine(
     shapes: Mapping[str, tuple[int, ...]],
     write: Callable[[Any, Path], None],
     place: Callable[[Any], jax.Array],
+) -> VllmEngine | SharedEngine:
+    """The servers of a run; arguments as in `VllmEngine`, `write` one that all processes call. Raises UserError."""
+    make = partial(_vllm_engine, config, sampler, prompt_width, shapes)
+    return make(write, place) if distributed.alone() else SharedEngine(make, write, place, sampler)
+
+
+def _vllm_engine(
+    config: Config,
+    sampler: Sampler,
+    prompt_width: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    write: Callable[[Any, Path], None],
+    place: Callable[[Any], Any],
 ) -> VllmEngine:
-    """The servers of a run; arguments as in `VllmEngine`. Raises UserError."""
+    """The servers, as one process has them."""
     settings = config.vllm
     folder = Path(settings.folder or Path(config.out, "sync"))
-    if not distributed.alone():
-        raise UserError("rollout.engine=vllm is for runs of one process: set rollout.engine=jax, or start one process")
     if settings.python is not None:
         check_python(Path(settings.python).expanduser())
 

@@ -36,7 +36,8 @@ def check(config: Config, shape: ModelConfig, vocab_size: int, prompt_width: int
     limit = memory_limit(devices)
     if limit is None:
         return None
-    limit = -distributed.largest(-(limit >> 20)) << 20  # one decision for all processes
+    if not distributed.alone():  # one decision for all
+        limit = -distributed.largest(-(limit // 2**20)) * 2**20
     config = replace(config, data=replace(config.data, max_prompt_length=prompt_width))
     name, count = config.optimizer.name, len(devices)
     found = footprint.measure(config, shape, vocab_size, devices, room=limit)

@@ -23,6 +23,7 @@ from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.prompts import PromptOrder, PromptSet, require_rows
 from logra_jax.rl.reward import Grader
 from logra_jax.rl.rollout import Rollout, Sampler
+from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.tokenizer import decode, load_tokenizer
 from logra_jax.rl.update import Sent, TrainState
 from logra_jax.rl.vllm_engine import VllmEngine
@@ -294,11 +295,11 @@ class Run(Evaluator):
         if not check:
             metrics.pop("kl/realized", None)  # measured now and then only
         found = {name: value.item() for name, value in fetch(metrics).items()}
-        if isinstance(self.engine, VllmEngine) and sent and found["ok"]:
+        if isinstance(self.engine, VllmEngine | SharedEngine) and sent and found["ok"]:
             found |= self._send(self.engine, state, step + 1, fetch(sent[0]))
         return state, found
 
-    def _send(self, engine: VllmEngine, state: TrainState, version: int, sent: Sent) -> dict[str, Any]:
+    def _send(self, engine: VllmEngine | SharedEngine, state: TrainState, version: int, sent: Sent) -> dict[str, Any]:
         others = {path: leaf for path, leaf in leaves_with_paths(state.train) if path not in sent.factors}
         return engine.advance(
             version,
@@ -331,7 +332,8 @@ class Run(Evaluator):
     def _write(self, params: Tree, folder: Path) -> None:
         """All weights for servers to load, no less exact than they are here."""
         dtype = "float32" if self.config.model.param_dtype == "float32" else None
-        models.save_hf(self.model, optim.merge_adapters(params), folder, overwrite=True, dtype=dtype)
+        plain, writes = optim.merge_adapters(params), distributed.first()
+        models.save_hf(self.model, plain, folder, overwrite=True, dtype=dtype, write=writes)
 
     def _kinds(self) -> dict[str, list[int]]:
         """Numbers in each parameter, by what is done with it."""
