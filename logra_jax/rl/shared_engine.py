@@ -73,7 +73,8 @@ class SharedEngine:
     ) -> Rollout:
         """See `VllmEngine.generate`."""
         prompts = fetch((prompt_tokens, prompt_lengths, prompt_ids))
-        found = self._let_first(lambda engine: engine.generate(*prompts, n, seed, update, limits))
+        options: dict[str, Any] = {"n": n, "seed": seed, "update": update, "limits": limits}
+        found = self._let_first(lambda engine: engine.generate(*prompts, **options))
         rows, width, new = len(prompts[0]) * n, prompts[0].shape[1], self._sampler.max_new_tokens
         numbers = np.zeros(rows, np.int32)
         # Of the shapes that process 0 has.
