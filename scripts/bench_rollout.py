@@ -15,10 +15,10 @@ on a machine that does other things as well.
 
 --vllm PYTHON starts a server with that interpreter on the same model, and sends it the same prompts and lengths:
 `equal` as 8 requests of 8 answers, `spread` as 256 requests, each with its own length, 64 at a time, which the server
-batches. It goes through HTTP and JSON as training does. --sampler transformers takes `generate` of that library on torch, where
-both are installed: padded batches as long as their longest answer, in a process of its own. All sample at temperature 1
-and return the tokens alone but for vLLM and this one, which also give log-probabilities. Their models are tiny: what is
-compared is mostly what a step costs beside its products.
+batches. It goes through HTTP and JSON as training does. --sampler transformers takes `generate` of that library on
+torch, where both are installed: padded batches as long as their longest answer, in a process of its own. All sample at
+temperature 1, and give tokens; vLLM and this package also their log-probabilities. The model is tiny: what is compared
+is mostly what a step costs beside its products.
 """
 
 import argparse
