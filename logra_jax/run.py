@@ -138,6 +138,7 @@ class Run(Evaluator):
         width, devices = self.prompts.tokens.shape[1], list(self.mesh.devices.flat)
         found = fit.check(config, self.shape, self.vocab_size, width, devices)
         self.group = self.group if found is None else found
+        distributed.on_first(lambda: build.check_servers(config, self.shape, width))
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
         if config.optimizer.name == "lora":
             self.weights = optim.add_adapters(self.weights, self.spec, config.optimizer.lora_alpha)
@@ -162,7 +163,8 @@ class Run(Evaluator):
             shapes = {path: leaf.shape for path, leaf in leaves_with_paths(train)}
             place = partial(place_array, sharding=self.rows_sharding)
             width = self.prompts.tokens.shape[1]
-            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, place)
+            interrupt = self._after_batch if distributed.alone() else lambda: None  # others would have to take part
+            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, place, interrupt)
         on_mesh = self.model.replace(mesh=self.mesh)
         policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])
         self._score = make_score(policy, loss.micro_batch)

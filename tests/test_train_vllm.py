@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from logra_jax.metrics import MetricsWriter, read_rows
 from logra_jax.models import load_hf
 from logra_jax.optim import twin
 from logra_jax.sync import blob
+from logra_jax.sync.client import Client
 
 PYTHON = os.environ.get("LOGRA_VLLM_PYTHON", "")
 
@@ -33,6 +35,7 @@ class Stand:
         self.calls: list = []
         self.weights: dict[str, np.ndarray] = {}
         self.version, self.longest, self.fails, self.refuses = "", 64, (), "never"
+        self.vllm, self.model = "0.32.0", {}
 
     def answer(self, path: str, body: dict) -> object:
         if path == "/collective_rpc":
@@ -53,6 +56,9 @@ class Stand:
             "index": j, "token_ids": tokens, "finish_reason": "stop" if j % 2 else "length",
             "logprobs": {"content": [{"logprob": -2.8}] * longest}, "weight_versions": [{"version": self.version}],
         }  # fmt: skip
+
+    def logra_describe(self, asked: dict) -> dict:
+        return {"vllm": self.vllm, "max_num_seqs": 4, "piece": 0, "cpu": True, "model": self.model}
 
     def logra_plan(self, asked: dict) -> dict:
         self.calls.append(asked["version"])
@@ -150,7 +156,7 @@ def test_two_processes_and_their_servers(stand, members, command_settings, monke
     assert_same(outcome("out", 3), outcome("whole", 3))
 
 
-def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_settings, capsys) -> None:
+def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_settings, monkeypatch, capsys) -> None:
     argv = [*command_settings, "rollout.engine=vllm", "vllm.timeout_s=5"]
 
     def refused(*more: str) -> str:
@@ -160,30 +166,60 @@ def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_sett
         return capsys.readouterr().err
 
     stand.longest = 11
-    assert "takes 11 tokens (--max-model-len)" in refused(f"vllm.urls=[{stand.url}]")
+    monkeypatch.setattr(logra_jax.run.Run, "load", lambda *_: pytest.fail("the weights were read"))
+    url = f"vllm.urls=[{stand.url}]"
+    assert "takes 11 tokens (--max-model-len)" in refused(url)
+    stand.longest = 64
+    assert "answers 4 times at once" in refused(url, "rollout.generations=6")
+    stand.model, stand.vllm = {"hidden_size": 99}, "0.31.0"
+    assert "serves another model, of hidden_size 99, not 32" in refused(url)
+    stand.model = {"hidden_size": 32}
+    with pytest.raises(pytest.fail.Exception, match="were read"):
+        train.main([*argv, url, f"vllm.urls=[{stand.url},{stand.url}]"])
+    assert capsys.readouterr().err.count("warning: vLLM 0.31.0 serves; tested with 0.32") == 1
+    assert "has no vLLM" in refused(f"vllm.python={sys.executable}")
     assert "http://127.0.0.1:1/v1/models: no answer" in refused("vllm.urls=[http://127.0.0.1:1]")
     assert "nowhere is no interpreter that can be run" in refused("vllm.python=nowhere")
     assert not stand.calls
     assert list(Path().iterdir()) == []
 
 
+def test_a_signal_is_noticed_while_servers_start(command_settings, tmp_path, monkeypatch, capsys) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 0.32.0 && exit\nexec sleep 60\n')
+    python.chmod(0o755)
+    signals = [signal.SIGINT]
+
+    def healthy(self) -> bool:
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+        return False
+
+    monkeypatch.setattr(Client, "healthy", healthy)
+    assert train.main([*command_settings, "rollout.engine=vllm", f"vllm.python={python}"]) == 130
+    assert "stopped by SIGINT: saved after 0 updates" in capsys.readouterr().err
+
+
 def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(build, "Server", lambda *places, **options: asked.append((places, options)))
     settings = f"""rollout.engine=vllm vllm.python={sys.executable} vllm.servers=2 vllm.tensor_parallel=2
-        vllm.gpus=4,5,6,7 vllm.arguments=[--enforce-eager] vllm.start_s=9 vllm.timeout_s=8 vllm.folder={tmp_path}"""
+        vllm.gpus=4,5,6,7 vllm.arguments=[--enforce-eager,--max-num-seqs,64] vllm.port=18777
+        vllm.start_s=9 vllm.timeout_s=8 vllm.folder={tmp_path}"""
     config = load_config(None, settings.split())
     model, _ = load_hf(resolve_path(config.model.path))
     sampler = build.make_sampler(config, model, 17, 1.0, 1.0)
-    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray)
+    interrupt = lambda: None
+    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray, interrupt)
     engine._start(tmp_path / "weights")
     assert [places[2].name for places, _ in asked] == ["server-0.log", "server-1.log"]
-    for (places, options), gpus in zip(asked, ("4,5", "6,7"), strict=True):
+    for (places, options), gpus, port in zip(asked, ("4,5", "6,7"), (18777, 18778), strict=True):
         assert places[:2] == (Path(sys.executable), tmp_path / "weights")
         assert options == {
-            "folder": tmp_path, "start_seconds": 9.0, "timeout": 8.0, "variables": {"CUDA_VISIBLE_DEVICES": gpus},
+            "port": port, "folder": tmp_path, "start_seconds": 9.0, "timeout": 8.0,
+            "interrupt": interrupt, "variables": {"CUDA_VISIBLE_DEVICES": gpus},
             "options": {"dtype": "float32", "tensor_parallel": 2, "max_length": 6 + 33, "max_sequences": 64,
-                        "more": ("--enforce-eager",)},
+                        "more": ("--enforce-eager", "--max-num-seqs", "64")},
         }  # fmt: skip
 
 
@@ -213,7 +249,7 @@ def test_a_real_server_samples_from_the_policy(fixtures, tmp_path, monkeypatch) 
         rollout.prompts=4 rollout.generations=2 rollout.max_new_tokens=12 rollout.temperature=0.7 reward.kind=exact
         reward.pattern=null optimizer.rank=8 optimizer.update_ratio=.03 kl.control=false kl.check_every=0
         checkpoint.every=0 log.tensorboard=false log.progress=false
-        rollout.engine=vllm vllm.arguments=[--enforce-eager] vllm.start_s=300"""
+        rollout.engine=vllm vllm.arguments=[--enforce-eager,--no-enable-chunked-prefill] vllm.start_s=300"""
     assert train.main([*settings.split(), f"vllm.python={PYTHON}"]) == 0
     assert [row["sync/version"] for row in read_rows("out/metrics.jsonl")] == [1, 2, 3]
     # Log-probabilities of some -6 at temperature 0.7, from sums in another order.
