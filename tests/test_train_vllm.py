@@ -141,18 +141,19 @@ def test_two_processes_and_their_servers(stand, members, command_settings, monke
     plain = [setting for setting in FAST.split() if not setting.startswith("optimizer.")]
     settings = [*command_settings, *plain, "rollout.engine=vllm", f"vllm.urls=[{stand.url}]", "mesh.fsdp=2"]
     stand.fails, stand.refuses = (2,), "3"
+    calls = [0, (0, 1), (1, 2), 2, (2, 3), 3, 3]  # what refuses is given all weights, twice
     (code, _, errors), (code_too, _, more) = ended(members("-m", "logra_jax.train", *settings))
     assert (code, code_too) == (2, 2), errors + more
     assert "all weights are loaded instead" in errors
     assert "the server answered 500" in errors
     assert "process 0 failed; see what it has written" in more
-    assert stand.calls == [0, (0, 1), (1, 2), 2, (2, 3)]
+    assert stand.calls == calls
     stand.calls.clear()
     stand.version = ""
     with pytest.raises(SystemExit, match="2"):
         cli.run(lambda: train.main([*settings, "out=whole"]))
     assert "the server answered 500" in capsys.readouterr().err
-    assert stand.calls == [0, (0, 1), (1, 2), 2, (2, 3)]
+    assert stand.calls == calls
     assert_same(outcome("out", 3), outcome("whole", 3))
 
 
