@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from logra_jax.rl.policy import Policy
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
+from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.shared_grading import SharedGrader
 from logra_jax.rl.tasks import TASK, is_mixture
 from logra_jax.rl.update import TrainState, make_update
@@ -302,9 +304,18 @@ def abstract_packing(config: Config, mesh: jax.sharding.Mesh, prompt_width: int)
 
 
 def make_sampler(
-    config: Config, model: CausalLM, vocab_size: int, temperature: float, top_p: float, top_k: int = 0
+    config: Config,
+    model: CausalLM,
+    vocab_size: int,
+    temperature: float,
+    top_p: float,
+    top_k: int = 0,
+    group: int = 0,
 ) -> Sampler:
-    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
+    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share.
+
+    group: devices that share its products, see `sampling.groups`.
+    """
     return Sampler(
         model,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -316,6 +327,7 @@ def make_sampler(
         top_p=top_p,
         slots=config.rollout.slots,
         cache_dtype=config.rollout.cache_dtype,
+        tensor=group,
     )
 
 
@@ -342,12 +354,28 @@ def make_vllm_engine(
     write: Callable[[Any, Path], None],
     place: Callable[[Any], jax.Array],
     interrupt: Callable[[], object] = lambda: None,
+) -> VllmEngine | SharedEngine:
+    """The servers of a run; arguments as in `VllmEngine` and `Server`, `write` one that all processes call.
+
+    Of several processes only one waits for servers, so that `interrupt`, which asks all, is not called. Raises
+    UserError.
+    """
+    make = partial(_vllm_engine, config, sampler, prompt_width, shapes)
+    return make(write, place, interrupt) if distributed.alone() else SharedEngine(make, write, place, sampler)
+
+
+def _vllm_engine(
+    config: Config,
+    sampler: Sampler,
+    prompt_width: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    write: Callable[[Any, Path], None],
+    place: Callable[[Any], Any],
+    interrupt: Callable[[], object] = lambda: None,
 ) -> VllmEngine:
-    """The servers of a run; arguments as in `VllmEngine` and `Server`. Raises UserError."""
+    """The servers, as one process has them."""
     settings = config.vllm
     folder = Path(settings.folder or Path(config.out, "sync"))
-    if not distributed.alone():
-        raise UserError("rollout.engine=vllm is for runs of one process: set rollout.engine=jax, or start one process")
     each = settings.tensor_parallel
     gpus = settings.gpus.split(",") if settings.gpus is not None else []
 

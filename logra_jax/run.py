@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logra_jax import build, distributed, fit, models, optim
+from logra_jax import build, distributed, fit, models, optim, sampling
 from logra_jax.config import Config, check_lengths, resolve_path
 from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
@@ -23,6 +23,7 @@ from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.prompts import PromptOrder, PromptSet, require_rows
 from logra_jax.rl.reward import Grader
 from logra_jax.rl.rollout import Rollout, Sampler
+from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.tokenizer import decode, load_tokenizer
 from logra_jax.rl.update import Sent, TrainState
 from logra_jax.rl.vllm_engine import VllmEngine
@@ -48,6 +49,7 @@ class Evaluator:
         self.rows_sharding = batch_sharding(self.mesh)
         self.shape = build.read_model_config(config)
         check_lengths(config, self.shape.max_position_embeddings)
+        self.group = sampling.groups(config, self.shape, self.mesh)[0]
         self.held_out: PromptSet | None = None
         if config.data.eval is not None:
             held_out, limit = self._read("eval"), config.eval.max_prompts
@@ -80,14 +82,12 @@ class Evaluator:
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
         """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
         on_mesh = self.model.replace(mesh=self.mesh)
-        return build.make_sampler(self.config, on_mesh, self.vocab_size, temperature, top_p, top_k)
+        return build.make_sampler(self.config, on_mesh, self.vocab_size, temperature, top_p, top_k, self.group)
 
     def evaluate(self, params: Tree) -> Evaluation:
         """Accuracy and its kin on the held-out prompts, under the same noise at every call."""
         assert self.held_out is not None
-        settings, count = self.config.eval, len(self.held_out)
-        # As many answers at a time as an update takes, in a number of prompts that the devices divide.
-        fsdp, wanted = self.mesh.shape["fsdp"], max(self.config.rollout.rows // settings.samples, 1)
+        settings = self.config.eval
         powers = [2**i for i in range(settings.samples.bit_length())]
         return evaluate(
             self.make_sampler(settings.temperature, settings.top_p),
@@ -95,7 +95,7 @@ class Evaluator:
             self.held_out,
             self.grader,
             decode=partial(decode, self.tokenizer),
-            batch=-(-min(wanted, count) // fsdp) * fsdp,
+            batch=sampling.evaluation(self.config, self.mesh.shape["fsdp"], len(self.held_out)).prompts,
             samples=settings.samples,
             ks=sorted({*powers, settings.samples}) if settings.samples > 1 else (),
             tasks=build.tasks_of(self.config, "eval", self.held_out),
@@ -120,6 +120,7 @@ class Evaluator:
             f"held out   {held_out}\n"
             f"devices    {mesh.devices.size} x {mesh.devices.flat[0].device_kind}, "
             f"mesh fsdp={mesh.shape['fsdp']} tensor={mesh.shape['tensor']}"
+            f"{f', sampling in groups of {self.group}' if self.group else ''}"
         )
 
 
@@ -136,8 +137,10 @@ class Run(Evaluator):
         self.spec = build.make_spec(config, empty)
         trained, _ = self._split(empty.abstract_params())  # refuses targets and ranks that do not fit
         paths = [path for path, _ in leaves_with_paths(trained)]
-        fit.check(config, self.shape, self.vocab_size, self.prompts.tokens.shape[1], list(self.mesh.devices.flat))
-        distributed.on_first(lambda: build.check_servers(config, self.shape, self.prompts.tokens.shape[1]))
+        width, devices = self.prompts.tokens.shape[1], list(self.mesh.devices.flat)
+        found = fit.check(config, self.shape, self.vocab_size, width, devices)
+        self.group = self.group if found is None else found
+        distributed.on_first(lambda: build.check_servers(config, self.shape, width))
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
         if config.optimizer.name == "lora":
             self.weights = optim.add_adapters(self.weights, self.spec, config.optimizer.lora_alpha)
@@ -296,11 +299,11 @@ class Run(Evaluator):
         if not check:
             metrics.pop("kl/realized", None)  # measured now and then only
         found = {name: value.item() for name, value in fetch(metrics).items()}
-        if isinstance(self.engine, VllmEngine) and sent and found["ok"]:
+        if isinstance(self.engine, VllmEngine | SharedEngine) and sent and found["ok"]:
             found |= self._send(self.engine, state, step + 1, fetch(sent[0]))
         return state, found
 
-    def _send(self, engine: VllmEngine, state: TrainState, version: int, sent: Sent) -> dict[str, Any]:
+    def _send(self, engine: VllmEngine | SharedEngine, state: TrainState, version: int, sent: Sent) -> dict[str, Any]:
         others = {path: leaf for path, leaf in leaves_with_paths(state.train) if path not in sent.factors}
         return engine.advance(
             version,
@@ -336,7 +339,8 @@ class Run(Evaluator):
     def _write(self, params: Tree, folder: Path) -> None:
         """All weights for servers to load, no less exact than they are here."""
         dtype = "float32" if self.config.model.param_dtype == "float32" else None
-        models.save_hf(self.model, optim.merge_adapters(params), folder, overwrite=True, dtype=dtype)
+        plain, writes = optim.merge_adapters(params), distributed.first()
+        models.save_hf(self.model, plain, folder, overwrite=True, dtype=dtype, write=writes)
 
     def _kinds(self) -> dict[str, list[int]]:
         """Numbers in each parameter, by what is done with it."""

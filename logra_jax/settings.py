@@ -108,6 +108,13 @@ class Rollout:
     cache_dtype: Literal["float32", "bfloat16"] | None = _f(
         None, "number format of the keys and values of sampling; null: model.compute_dtype", only=_SAMPLES
     )
+    layout: Literal["auto", "train", "tensor"] = _f(
+        "auto",
+        "where weights lie while the built-in sampler is at work: as in training, put together for every token, or a "
+        "copy in model.compute_dtype per rollout, of which devices in groups split every product (tensor); auto: what "
+        "moves less between devices, and fits",
+        only=_SAMPLES,
+    )
 
     @property
     def rows(self) -> int:

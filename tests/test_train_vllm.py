@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from members import assert_same, ended, outcome
 from safetensors.numpy import load_file
 from served import served
 
@@ -33,7 +34,7 @@ class Stand:
     def __init__(self) -> None:
         self.calls: list = []
         self.weights: dict[str, np.ndarray] = {}
-        self.version, self.longest, self.fails = "", 64, ()
+        self.version, self.longest, self.fails, self.refuses = "", 64, (), "never"
         self.vllm, self.model = "0.32.0", {}
 
     def answer(self, path: str, body: dict) -> object:
@@ -86,7 +87,13 @@ class Stand:
 @pytest.fixture
 def stand():
     stand = Stand()
-    with served(lambda path, body: (200, stand.answer(path.partition("?")[0], body or {}))) as url:
+
+    def answer(path: str, body: object) -> tuple[int, object]:
+        if path == "/inference/v1/generate" and stand.version == stand.refuses:
+            return 500, {}
+        return 200, stand.answer(path.partition("?")[0], body or {})
+
+    with served(answer) as url:
         stand.url = url
         yield stand
 
@@ -127,6 +134,27 @@ def test_a_server_has_the_trainers_weights_after_every_update(stand, command_set
     assert [row["sync/version"] for row in rows] == [1, 1, 3, 4, 5]
     assert [row["sync/bytes"] > 0 for row in rows] == [True, False, True, True, True]
     assert not Path("out/sync/weights").exists()
+
+
+def test_two_processes_and_their_servers(stand, members, command_settings, monkeypatch, capsys) -> None:
+    """As one process with two devices to the bit, through a sync that fails, until the server refuses: both leave."""
+    plain = [setting for setting in FAST.split() if not setting.startswith("optimizer.")]
+    settings = [*command_settings, *plain, "rollout.engine=vllm", f"vllm.urls=[{stand.url}]", "mesh.fsdp=2"]
+    stand.fails, stand.refuses = (2,), "3"
+    calls = [0, (0, 1), (1, 2), 2, (2, 3), 3, 3]  # what refuses is given all weights, twice
+    (code, _, errors), (code_too, _, more) = ended(members("-m", "logra_jax.train", *settings))
+    assert (code, code_too) == (2, 2), errors + more
+    assert "all weights are loaded instead" in errors
+    assert "the server answered 500" in errors
+    assert "process 0 failed; see what it has written" in more
+    assert stand.calls == calls
+    stand.calls.clear()
+    stand.version = ""
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(lambda: train.main([*settings, "out=whole"]))
+    assert "the server answered 500" in capsys.readouterr().err
+    assert stand.calls == calls
+    assert_same(outcome("out", 3), outcome("whole", 3))
 
 
 def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_settings, monkeypatch, capsys) -> None:
