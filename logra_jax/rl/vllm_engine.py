@@ -16,10 +16,12 @@ from logra_jax._shapes import Array, Int
 from logra_jax.errors import UserError
 from logra_jax.rl.rollout import Rollout, Sampler
 from logra_jax.sync.blob import Update
-from logra_jax.sync.client import Client, Completion
+from logra_jax.sync.client import Client, Completion, Unreachable
 from logra_jax.sync.naming import Table, dense_by_name, factors_by_name, file_shapes
-from logra_jax.sync.pool import Pool
+from logra_jax.sync.pool import HEALTH_SECONDS, Pool
 from logra_jax.sync.server import Server, start_all
+
+RESCUES = 2  # times that a server is brought back without having answered since
 
 
 def answer_seed(seed: int, update: int, prompt_id: int, sample: int) -> int:
@@ -34,6 +36,9 @@ def answer_seed(seed: int, update: int, prompt_id: int, sample: int) -> int:
 
 class VllmEngine:
     """See `Engine`. Servers are at the version of the newest `sync` or `advance`; one process trains.
+
+    A server that fails is left out, and brought back with all weights at the next `sync`: started again if it was
+    started here. While it generates that happens only where no server is left; answers are the same in any case.
 
     Args:
       sampler: what answers are to be like. It samples nothing here.
@@ -64,12 +69,14 @@ class VllmEngine:
         clients: Sequence[Client] = (),
         start: Callable[[Path], list[Server]] | None = None,
     ):
-        self.version = -1
+        self.version, self._params = -1, None
         self._sampler, self._write, self._place, self._table = sampler, write, place, table
         self._shapes, self._full_every = file_shapes(table, shapes), full_every
         self._weights, self._start = folder.resolve() / "weights", start
         self._servers: list[Server] = []
         self._pool = Pool(clients) if clients else None
+        self._rescues: dict[int, int] = {}  # by number of the server, since it last gave answers
+        self._told: set[int] = set()  # whose loss was told
         longest = prompt_width + sampler.max_new_tokens
         for client in clients:
             if (most := client.longest()) < longest:
@@ -82,26 +89,76 @@ class VllmEngine:
     def sync(self, params: Any, version: int) -> None:
         """See `Engine`. Servers that are at this version keep their weights, others load all of them from the folder.
 
+        `params` are kept until the next `advance`, for servers that fail meanwhile.
+
         Raises:
-          UserError: a server could not be started, serves another model, or failed.
+          UserError: a server could not be started, serves another model, or fails again and again; none is left.
         """
-        if version == self.version:
-            return
-        self.version = -1
-        self._weights.parent.mkdir(parents=True, exist_ok=True)
-        self._write(params, self._weights)
+        self._params, first = params, self.version < 0
         if self._pool is None:
             assert self._start is not None
+            self._save()
             self._servers = self._start(self._weights)
             logs = ", ".join(str(server.log) for server in self._servers)
             print(f"starting   vLLM, which may take a minute; its output goes to {logs}", flush=True)
             start_all(self._servers)
             self._pool = Pool([server.client for server in self._servers])
             self._pool.plan(self._shapes, version)
-        else:
-            self._check_servers()
-            self._pool.reload(self._weights, self._shapes, version)
+        elif version != self.version:
+            self._bring(range(len(self._pool.clients)), version)
+        elif self._pool.lost:
+            self._bring(list(self._pool.lost), version)
+        if first:
+            for error in self._pool.lost.values():
+                raise error
         self.version = version
+
+    def _save(self) -> None:
+        self._weights.parent.mkdir(parents=True, exist_ok=True)
+        self._write(self._params, self._weights)
+
+    def _bring(self, numbers: Sequence[int], version: int) -> None:
+        """All weights to these servers; those that are gone and were started here are started again."""
+        assert self._pool is not None
+        clients, lost = self._pool.clients, set(self._pool.lost)
+        for number in lost:
+            if self._rescues.get(number, 0) >= RESCUES:
+                raise UserError(f"a server failed {RESCUES + 1} times without answers in between: {self._why(number)}")
+        self._save()
+
+        def bring(number: int) -> None:
+            client, healthy = clients[number], clients[number].healthy(HEALTH_SECONDS)
+            if healthy or self._servers:
+                self._rescues[number] = self._rescues.get(number, 0) + (number in lost)
+            try:
+                if not healthy:
+                    raise Unreachable(f"{client.url}: no answer; start it again")
+                client.reload(self._weights, self._shapes, version)
+            except UserError:
+                if not self._servers:
+                    raise
+                _warn(f"{client.url} is started again: {self._why(number)}")
+                self._servers[number].restart()
+                client.plan(self._shapes, version)
+
+        self._pool.restore(bring, version, numbers)
+        self._tell_lost()
+
+    def _why(self, number: int) -> str:
+        """What is known of a lost server: its last words, if it was started here and has ended."""
+        assert self._pool is not None
+        try:
+            if self._servers:
+                self._servers[number].check()
+        except UserError as error:
+            return str(error)
+        return str(self._pool.lost.get(number, "it does not answer"))
+
+    def _tell_lost(self) -> None:
+        assert self._pool is not None
+        for number in self._pool.lost.keys() - self._told:
+            _warn(f"{self._why(number)}\nwarning: it is left out until it can be given all weights")
+        self._told = set(self._pool.lost)
 
     def advance(
         self,
@@ -122,7 +179,7 @@ class VllmEngine:
           dense: new values of the other leaves that are trained, by path.
           seed, drawn, decay: see `logra_jax.sync.blob.Update`.
         """
-        started, sent = time.perf_counter(), 0
+        started, sent, self._params = time.perf_counter(), 0, None
         due = self._full_every and version % self._full_every == 0
         if self._pool is not None and self.version == version - 1 and not due:
             update = Update(
@@ -138,7 +195,8 @@ class VllmEngine:
                 sent = sum(synced.bytes for synced in self._pool.sync(update))
                 self.version = version
             except UserError as error:
-                print(f"warning: {error}\nwarning: all weights are loaded instead", file=sys.stderr, flush=True)
+                _warn(f"{error}\nwarning: all weights are loaded instead")
+            self._tell_lost()
         return {"sync/version": self.version, "sync/bytes": sent, "time/sync_s": time.perf_counter() - started}
 
     def generate(
@@ -164,23 +222,37 @@ class VllmEngine:
         most = np.full(len(tokens) * n, sampler.max_new_tokens) if limits is None else np.asarray(limits)
         most = np.clip(most, 1, sampler.max_new_tokens)
         again = np.tril(ids[:, None] == ids[None, :], -1).sum(axis=1)
-        try:
-            found = self._pool.generate(
-                [row[width - length :].tolist() for row, length in zip(tokens, lengths, strict=True)],
-                [answer_seed(seed, update, int(i), n * int(k)) for i, k in zip(ids, again, strict=True)],
-                n=n,
-                max_tokens=int(most.max()),
-                temperature=sampler.temperature,
-                end_ids=sampler.end_ids,
-                banned_ids=range(sampler.vocab_size, sampler.model.config.vocab_size),
-            )
-        except UserError:
-            self._check_servers()  # whose last words say more
-            raise
+        found = self._answers(
+            [row[width - length :].tolist() for row, length in zip(tokens, lengths, strict=True)],
+            [answer_seed(seed, update, int(i), n * int(k)) for i, k in zip(ids, again, strict=True)],
+            n=n,
+            max_tokens=int(most.max()),
+            temperature=sampler.temperature,
+            end_ids=sampler.end_ids,
+            banned_ids=range(sampler.vocab_size, sampler.model.config.vocab_size),
+        )
         answers = [answer for several in found for answer in several]
         drawn, counts, logprobs, stopped = self._rows(answers, most)
         rows = np.concatenate([np.repeat(tokens, n, axis=0), drawn], axis=1)
         return Rollout(*map(self._place, (rows, np.repeat(lengths, n), counts, logprobs, stopped)))
+
+    def _answers(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], **settings: Any
+    ) -> list[list[Completion]]:
+        """`Pool.generate`, where no server is left with those that can be brought back."""
+        assert self._pool is not None
+        found: dict[int, list[Completion]] = {}
+        while True:
+            try:
+                answers = self._pool.generate(prompts, seeds, found, **settings)
+            except Unreachable as error:
+                if self._params is None or any(map(_gone, jax.tree.leaves(self._params))):
+                    raise UserError(f"{error}; and the weights of version {self.version} are no longer there") from None
+                self._bring(list(self._pool.lost), self.version)
+            else:
+                self._rescues = {i: count for i, count in self._rescues.items() if i in self._pool.lost}
+                self._tell_lost()
+                return answers
 
     def _rows(self, answers: Sequence[Completion], most: np.ndarray) -> tuple[np.ndarray, ...]:
         """Tokens, lengths, log-probabilities and ends of answers, padded; at most so many tokens of each."""
@@ -200,13 +272,18 @@ class VllmEngine:
             stopped[i] = answer.stopped and len(answer.tokens) <= limit
         return tokens, counts, logprobs, stopped
 
-    def _check_servers(self) -> None:
-        for server in self._servers:
-            server.check()
-
     def close(self) -> None:
         """Stop the servers that were started here, and delete the weights that were written for them."""
-        servers, self._servers, self._pool, self.version = self._servers, [], None, -1
+        servers, self._servers, self._pool, self.version, self._params = self._servers, [], None, -1, None
         for server in servers:
             server.stop()
         shutil.rmtree(self._weights, ignore_errors=True)
+
+
+def _gone(leaf: Any) -> bool:
+    """Whether an update has written over it."""
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

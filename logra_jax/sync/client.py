@@ -29,7 +29,7 @@ LARGEST_MESSAGE = 4 * 2**20
 
 
 class Unreachable(UserError):
-    """A server did not answer, or not in time; another one may."""
+    """A server did not answer, not in time, or as one that is failing; another one may."""
 
 
 class Completion(NamedTuple):
@@ -72,7 +72,8 @@ class Client:
         """The answer to a request, from JSON where it is that.
 
         Raises:
-          Unreachable: no answer. UserError: the server refused, with its reason.
+          Unreachable: no answer, or one of status 500 and above, as after the loss of a worker.
+          UserError: the server refused, with its reason.
         """
         data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
         headers = {"Content-Type": "application/json"}
@@ -82,7 +83,8 @@ class Client:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
             reason = " ".join(error.read().decode(errors="replace").split())[:500]
-            raise UserError(f"{self.url}{path}: the server answered {error.code}: {reason}") from None
+            kind = Unreachable if error.code >= 500 else UserError
+            raise kind(f"{self.url}{path}: the server answered {error.code}: {reason}") from None
         except (OSError, http.client.HTTPException) as error:
             cause, limit = getattr(error, "reason", None) or error, timeout or self.timeout
             raise Unreachable(f"{self.url}{path}: no answer ({cause!r}; limit {limit:g} s); is it running?") from None
@@ -268,10 +270,11 @@ class Client:
     def _completion(self, choice: Mapping[str, Any]) -> Completion:
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
-            raise UserError(f"{self.url}: an answer ended with {reason!r}; was the server stopped or told to abort?")
+            raise Unreachable(f"{self.url}: an answer ended with {reason!r}; was the server stopped or told to abort?")
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        versions = choice.get("weight_versions") or [{"version": -1}]
-        return Completion(choice["token_ids"], logprobs, reason == "stop", int(versions[-1]["version"]))
+        versions = choice.get("weight_versions") or [{"version": ""}]
+        last = str(versions[-1]["version"])  # "default" before a plan
+        return Completion(choice["token_ids"], logprobs, reason == "stop", int(last) if last.isdecimal() else -1)
 
 
 def uncovered(shape: Sequence[int], parts: Iterable[Sequence[Sequence[int]]]) -> str:

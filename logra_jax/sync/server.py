@@ -115,13 +115,14 @@ class Server:
         self._command = command(python, Path(model).resolve(), self.port, host=host, **(options or {}))
         self._variables = dict(variables or {})
         self._process: subprocess.Popen | None = None
+        self._earlier = 0  # bytes in the log before the present start
 
     def __enter__(self) -> Server:
         # Only this package is shown to the other environment, not what is installed beside it.
         self._package = tempfile.TemporaryDirectory(prefix="logra_jax-")
         (Path(self._package.name) / "logra_jax").symlink_to(Path(__file__).resolve().parents[1])
         variables = environment(Path(self._package.name)) | self._variables
-        with self.log.open("wb") as log:
+        with self.log.open("ab" if self._earlier else "wb") as log:
             # A session of its own: an interrupt from the keyboard is the trainer's, which then stops the server.
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
@@ -144,13 +145,19 @@ class Server:
                 raise UserError(f"the vLLM server did not answer in {self._start_seconds:g} s; {self._last_words()}")
             time.sleep(0.25)
 
+    def restart(self) -> None:
+        """Start it again, at the same port, with the weights that are in its folder now; the log goes on."""
+        self.stop()
+        self._earlier = self.log.stat().st_size if self.log.exists() else 0
+        self.__enter__()
+
     def check(self) -> None:
         """Raise UserError if the server has ended by itself."""
         if self._process is not None and (code := self._process.poll()) is not None:
             raise UserError(f"the vLLM server has ended with code {code}; {self._last_words()}")
 
     def _last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self.log.read_bytes()[self._earlier :].decode(errors="replace").splitlines()
         errors = [line for line in lines if re.search(r"Error: .", line) and "root cause above" not in line]
         found = errors[-3:] or lines[-5:]
         return f"see {self.log}:\n" + "\n".join(found)
