@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from served import served
 
 import logra_jax.run
@@ -31,7 +31,7 @@ class Stand:
     def __init__(self) -> None:
         self.calls: list = []
         self.weights: dict[str, np.ndarray] = {}
-        self.version, self.longest, self.fails = "", 64, ()
+        self.version, self.longest, self.fails, self.folder = "", 64, (), Path()
 
     def answer(self, path: str, body: dict) -> object:
         if path == "/collective_rpc":
@@ -40,18 +40,30 @@ class Stand:
             self.version = body["new_version"]
         if path == "/inference/v1/generate":
             sampling = body["sampling_params"]
+            if "prompt_logprobs" in sampling:
+                return {"prompt_logprobs": self.score(body["token_ids"])}
             return {"choices": [self.choice(j, sampling) for j in range(sampling["n"])]}
         card = {"id": "policy", "max_model_len": self.longest}
         return {"/v1/models": {"data": [card]}, "/reset_prefix_cache": {"success": True}}.get(path, {})
 
     def choice(self, j: int, sampling: dict) -> dict:
         (end,), longest = sampling["stop_token_ids"], sampling["max_tokens"]
-        tokens = np.random.default_rng(sampling["seed"] + j).integers(2, 17, longest).tolist()
+        seed = [sampling["seed"] + j, int(self.version)]  # answers tell under which weights they were drawn
+        tokens = np.random.default_rng(seed).integers(2, 17, longest).tolist()
         tokens[-1] = end if j % 2 else tokens[-1]
         return {
             "index": j, "token_ids": tokens, "finish_reason": "stop" if j % 2 else "length",
             "logprobs": {"content": [{"logprob": -2.8}] * longest}, "weight_versions": [{"version": self.version}],
         }  # fmt: skip
+
+    def score(self, ids: list[int]) -> list:
+        """Real log-probabilities of the weights that are here."""
+        shutil.copytree(self.folder, "scored", dirs_exist_ok=True)
+        save_file(self.weights, "scored/model.safetensors")
+        model, params = load_hf("scored")
+        logits = jax.jit(model.logits)(params, jnp.asarray([ids]), jnp.ones((1, len(ids)), bool))
+        found = np.asarray(jax.nn.log_softmax(logits[0]))
+        return [None, *({str(ids[i]): {"logprob": float(found[i - 1, ids[i]])}} for i in range(1, len(ids)))]
 
     def logra_plan(self, asked: dict) -> dict:
         self.calls.append(asked["version"])
@@ -60,7 +72,8 @@ class Stand:
         return {"parts": {name: [[[0, size] for size in shape]] for name, shape in shapes.items()}}
 
     def logra_reload(self, asked: dict) -> dict:
-        self.weights = load_file(Path(asked["path"], "model.safetensors"))
+        self.folder = Path(asked["path"])
+        self.weights = load_file(self.folder / "model.safetensors")
         return {}
 
     def logra_apply(self, asked: dict) -> dict:
@@ -93,7 +106,7 @@ optimizer.weight_decay=.1 loss.reference_kl=0 kl.control=false kl.check_every=0 
 
 def test_a_server_has_the_trainers_weights_after_every_update(stand, command_settings, monkeypatch, capsys) -> None:
     """Through a sync that fails, an update that is not finite, and a resume."""
-    argv = [*command_settings, *FAST.split(), "rollout.engine=vllm", f"vllm.urls=[{stand.url}]"]
+    argv = [*command_settings, *FAST.split(), "rollout.engine=vllm", f"vllm.urls=[{stand.url}]", "vllm.drift_every=2"]
     monkeypatch.setattr(MetricsWriter, "draw", lambda self: None)  # takes longer than all the rest
     batch = logra_jax.run.Run.batch
 
@@ -120,6 +133,9 @@ def test_a_server_has_the_trainers_weights_after_every_update(stand, command_set
     rows = read_rows("out/metrics.jsonl")
     assert [row["sync/version"] for row in rows] == [1, 1, 3, 4, 5]
     assert [row["sync/bytes"] > 0 for row in rows] == [True, False, True, True, True]
+    assert [row["rollout/staleness"] for row in rows] == [0] * 5
+    # The servers' weights are the trainer's, up to the roundings above, and so are log-probabilities of some -3.
+    assert [row["sync/drift"] < 1e-5 for row in rows if "sync/drift" in row] == [True] * 3
     assert not Path("out/sync/weights").exists()
 
 

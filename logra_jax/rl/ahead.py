@@ -73,7 +73,7 @@ def staleness(versions: np.ndarray, update: int, allowed: int) -> int:
     oldest, newest = int(versions.min()), int(versions.max())
     if newest > update or update - oldest > allowed:
         raise UserError(
-            f"update {update} was given answers of weights {oldest} to {newest}, and rollout.staleness={allowed} allows "
+            f"update {update} got answers of weights {oldest} to {newest}, and rollout.staleness={allowed} allows "
             f"{update - allowed} to {update}: were the servers given weights by something else?"
         )
     return update - oldest

@@ -145,8 +145,8 @@ class Following:
         if gap.largest <= bound:
             return
         _warn(
-            f"after {version} updates the servers' log-probabilities of fixed prompts are up to {gap.largest:.2g} nats from "
-            f"the trainer's, more than {bound:.2g}: all weights are loaded again"
+            f"after {version} updates the servers' log-probabilities of fixed prompts are up to {gap.largest:.2g} nats "
+            f"from the trainer's, more than {bound:.2g}: all weights are loaded again"
         )
         self._engine.reload(params, version)
         self._reference = self._gap(own)
