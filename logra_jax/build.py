@@ -151,7 +151,11 @@ def make_spec(config: Config, model: CausalLM) -> optim.SketchSpec:
         names=model.weight_names(),
         **targets,
     )
-    for path, matrix in spec.matrices(model.abstract_params()).items():
+    try:
+        matrices = spec.matrices(model.abstract_params())
+    except UserError as error:
+        raise UserError(f"optimizer.rank={settings.rank}, optimizer.targets: {error}") from None
+    for path, matrix in matrices.items():
         if settings.name == "lora" and not path.startswith("layers/"):
             raise UserError(
                 f"optimizer.name=lora: {matrix.names[0]} is no projection of a layer, and adapters are for those: "

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from logra_jax.errors import UserError
-from logra_jax.rules import check, check_lengths, conditions, idle, reset
+from logra_jax.rules import EXCLUSIVE, check, check_lengths, conditions, idle, reset
 from logra_jax.settings import SETTINGS, Config, Setting, key_of, lies_within
 
 PACKAGED = Path(__file__).parent / "demo"
@@ -35,8 +35,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     On the command line the value of a text setting is taken literally, without quotes; everything else is
     read as YAML (`null`, `true`, `1e-6`, `[a,b]`). `${key}` refers to another key set in the file or
     on the command line. Where the command line makes another choice than the file (`kl.control=false`,
-    `optimizer.name=adamw`), the file's settings for its own choice go back to their defaults; in any other
-    place, a setting that does nothing is an error. Raises UserError.
+    `optimizer.name=adamw`, a learning_rate instead of an update_ratio), the file's settings for its own choice
+    go back to their defaults; in any other place, a setting that does nothing is an error. Raises UserError.
     """
     file = PACKAGED / "demo.yaml" if path is None else Path(path)
     merged, places = _read_file(file)
@@ -54,6 +54,11 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         chosen = {places.get(key) for key, *_ in conditions(setting.only)}
         return COMMAND_LINE in chosen and places[setting.key] != COMMAND_LINE
 
+    def said(key: str) -> bool:
+        return places.get(key) == COMMAND_LINE and SETTINGS[key].of(config) != SETTINGS[key].default
+
+    pairs = [pair for one, other in EXCLUSIVE for pair in ((one, other), (other, one))]
+    config = reset(config, [SETTINGS[theirs] for mine, theirs in pairs if said(mine) and not said(theirs)])
     config = reset(config, filter(replaced, idle(config)))
     check(config)
     return config

@@ -11,6 +11,9 @@ from logra_jax.errors import UserError
 from logra_jax.models.presets import check_preset
 from logra_jax.settings import SETTINGS, Config, Reward, Setting
 
+# Two ways to say one thing.
+EXCLUSIVE = (("loss.micro_batch", "loss.token_budget"), ("optimizer.update_ratio", "optimizer.learning_rate"))
+
 
 def check(config: Config) -> None:
     """Rules between settings (those of a single setting are checked when it is read). Raises UserError."""

@@ -37,7 +37,10 @@ TOGETHER = [
     (["kl.check_responses=129"], ["kl.check_responses=129", "128 answers"]),
     (["kl.check_responses=9"], ["kl.check_responses=9", "kl.probe_responses=8"]),
     (["optimizer.b1=0.9"], ["optimizer.b1=0.9", "optimizer.refresh=1"]),
-    (["optimizer.learning_rate=1e-6"], ["optimizer.update_ratio=6e-05", "optimizer.learning_rate=1e-06"]),
+    (
+        ["optimizer.update_ratio=6e-5", "optimizer.learning_rate=1e-6"],
+        ["optimizer.update_ratio=6e-05", "optimizer.learning_rate=1e-06"],
+    ),
     (["optimizer.update_ratio=null"], ["optimizer.update_ratio", "optimizer.learning_rate"]),
     (["optimizer.name=adamw"], ["optimizer.learning_rate is required", "adamw"]),
     (["optimizer.name=lora", "optimizer.update_ratio=null"], ["optimizer.learning_rate is required", "lora"]),
@@ -176,6 +179,28 @@ def test_the_command_line_replaces_a_choice_of_the_file(write):
     for setting in ("optimizer.rank=16", "kl.budget_start=1e-3"):
         with pytest.raises(UserError, match=f"{setting.split('=')[0]}=.* no effect"):
             load_config(write(text), [*other, setting])
+
+
+@pytest.mark.parametrize(
+    ("file", "override", "now"),
+    [
+        ("optimizer: {update_ratio: 6e-5}", "optimizer.learning_rate=1e-4", (None, 1e-4, 0, 0)),
+        ("optimizer: {learning_rate: 1e-4}", "optimizer.update_ratio=6e-5", (6e-5, None, 0, 0)),
+        ("optimizer: {update_ratio: 6e-5}\nloss: {micro_batch: 4}", "loss.token_budget=9999", (6e-5, None, 0, 9999)),
+        ("optimizer: {update_ratio: 6e-5}\nloss: {token_budget: 9999}", "loss.micro_batch=0", (6e-5, None, 0, 9999)),
+    ],
+)
+def test_the_command_line_says_a_thing_the_other_way(write, file, override, now):
+    config = load_config(write(file), [override])
+    optimizer, loss = config.optimizer, config.loss
+    assert (optimizer.update_ratio, optimizer.learning_rate, loss.micro_batch, loss.token_budget) == now
+
+
+@pytest.mark.parametrize("before", [[], ["optimizer.update_ratio=6e-5"]])
+def test_one_place_may_not_say_a_thing_both_ways(write, before):
+    file = write("optimizer: {learning_rate: 1e-4}" if before else "optimizer: {update_ratio: 6e-5, learning_rate: 1}")
+    with pytest.raises(UserError, match="exclude each other"):
+        load_config(file, [*before, "optimizer.learning_rate=1e-4"] if before else [])
 
 
 def test_a_file_may_not_contradict_itself(write):

@@ -149,7 +149,7 @@ def test_dry_run_writes_nothing(base, capsys, small_run):
 
 BAD = {
     "optimiser.rank=4": "unknown key 'optimiser.rank': did you mean optimizer.rank?",
-    "optimizer.rank=32": "rank 32 is not below the 32 inputs of layers/",
+    "optimizer.rank=32": "optimizer.rank=32, optimizer.targets: SketchSpec: rank 32 is not below the 32 inputs",
     "optimizer.targets=[q_porj]": "target 'q_porj' matches no matrix of the parameters",
     "rollout.temperature=0": "rollout.temperature: must lie in (0, inf), found 0",
     "rollout.generations=1": "rollout.generations=1 leaves advantage.estimator=grpo nothing to compare",
