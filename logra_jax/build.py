@@ -1,5 +1,6 @@
 """From the settings of a run to its optimizer, its prompts and its grader. Used by the commands alone."""
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from logra_jax.rl.shared_grading import SharedGrader
 from logra_jax.rl.update import TrainState, make_update
 from logra_jax.rl.vllm_engine import VllmEngine
 from logra_jax.sync.client import Client
-from logra_jax.sync.server import Server, check_python
+from logra_jax.sync.needs import TESTED, Needs, tested
+from logra_jax.sync.server import Server, vllm_version
 
 
 def check_files(config: Config, *, trains: bool) -> None:
@@ -285,6 +287,21 @@ def make_sampler(
     )
 
 
+def check_servers(config: Config, shape: ModelConfig, prompt_width: int) -> None:
+    """Ask running servers, and the environment of those to start, whether they fit the run. Raises UserError."""
+    settings, rollout = config.vllm, config.rollout
+    if rollout.engine != "vllm":
+        return
+    needs = Needs(prompt_width, rollout.max_new_tokens, rollout.generations, shape.to_hf(config.model.compute_dtype))
+    if settings.urls:
+        found = {needs.check(Client(url, timeout=settings.timeout_s)) for url in settings.urls}
+    else:
+        found = {vllm_version(Path(str(settings.python)).expanduser())}
+    for version in sorted(found):
+        if not tested(version):
+            print(f"warning: vLLM {version} serves; tested with {TESTED}", file=sys.stderr, flush=True)
+
+
 def make_vllm_engine(
     config: Config,
     sampler: Sampler,
@@ -292,15 +309,13 @@ def make_vllm_engine(
     shapes: Mapping[str, tuple[int, ...]],
     write: Callable[[Any, Path], None],
     place: Callable[[Any], jax.Array],
+    interrupt: Callable[[], object] = lambda: None,
 ) -> VllmEngine:
-    """The servers of a run; arguments as in `VllmEngine`. Raises UserError."""
+    """The servers of a run; arguments as in `VllmEngine` and `Server`. Raises UserError."""
     settings = config.vllm
     folder = Path(settings.folder or Path(config.out, "sync"))
     if not distributed.alone():
         raise UserError("rollout.engine=vllm is for runs of one process: set rollout.engine=jax, or start one process")
-    if settings.python is not None:
-        check_python(Path(settings.python).expanduser())
-
     each = settings.tensor_parallel
     gpus = settings.gpus.split(",") if settings.gpus is not None else []
 
@@ -310,12 +325,13 @@ def make_vllm_engine(
             "tensor_parallel": each,
             "max_length": prompt_width + sampler.max_new_tokens,
             "max_sequences": max(64, config.rollout.generations),
-            "more": settings.arguments,
+            "more": tuple(map(str, settings.arguments)),
         }
         return [
             Server(
                 Path(str(settings.python)).expanduser(), weights, folder / f"server-{i}.log", options=options,
-                start_seconds=settings.start_s, timeout=settings.timeout_s, folder=folder,
+                port=settings.port and settings.port + i, folder=folder,
+                start_seconds=settings.start_s, timeout=settings.timeout_s, interrupt=interrupt,
                 variables={"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} if gpus else {},
             )
             for i in range(settings.servers)
@@ -324,6 +340,7 @@ def make_vllm_engine(
     return VllmEngine(
         sampler,
         prompt_width=prompt_width,
+        answers=config.rollout.generations,
         write=write,
         place=place,
         folder=folder,

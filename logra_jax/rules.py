@@ -148,6 +148,21 @@ def _check_token_budget(config: Config) -> None:
         )
 
 
+# Arguments of a server that are none of vllm.arguments, and the settings that stand for them.
+_SERVERS_OWN = {
+    "--port": "vllm.port",
+    "--dtype": "vllm.dtype",
+    "--tensor-parallel-size": "vllm.tensor_parallel",
+    "-tp": "vllm.tensor_parallel",
+    "--host": None,
+    "--model": None,
+    "--served-model-name": None,
+    "--generation-config": None,
+    "--logprobs-mode": None,
+    "--worker-extension-cls": None,
+}
+
+
 def _check_vllm(config: Config) -> None:
     rollout, optimizer, model, vllm = config.rollout, config.optimizer, config.model, config.vllm
     if not vllm.urls and vllm.python is None:
@@ -171,6 +186,14 @@ def _check_vllm(config: Config) -> None:
             f"vllm.gpus={vllm.gpus} does not name the {vllm.servers * vllm.tensor_parallel} GPUs of vllm.servers="
             f"{vllm.servers} with vllm.tensor_parallel={vllm.tensor_parallel} each"
         )
+    for word in vllm.arguments:
+        flag = str(word).partition("=")[0].replace("_", "-")
+        if flag in _SERVERS_OWN:
+            setting = _SERVERS_OWN[flag]
+            raise UserError(
+                f"vllm.arguments has {flag}, which the run gives itself: "
+                + (f"set {setting}" if setting else "leave it out")
+            )
     unfit = {
         "optimizer.name": optimizer.name != "logra",
         "optimizer.distribution": optimizer.distribution != "rademacher",

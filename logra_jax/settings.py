@@ -139,7 +139,10 @@ class Vllm:
         "should not see them. null: those that it sees",
         only=_STARTS,
     )
-    arguments: tuple[str, ...] = _f((), "further arguments of the servers, such as [--max-num-seqs=64]", only=_STARTS)
+    port: int = _f(0, "port of the first server; the others take the next ones. 0: free ones", "[0, 65535]", _STARTS)
+    arguments: tuple[str | int | float, ...] = _f(
+        (), "further arguments of the servers, such as [--max-num-seqs=64]", only=_STARTS
+    )
     start_s: float = _f(600.0, "seconds until a server that was started must answer", "(0, inf)", _STARTS)
     timeout_s: float = _f(600.0, "seconds that any one answer may take", "(0, inf)", _VLLM)
     folder: str | None = _f(

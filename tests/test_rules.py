@@ -61,6 +61,8 @@ TOGETHER = [
     (["rollout.engine=vllm", "vllm.python=p", "vllm.servers=2", "vllm.gpus=4"], ["vllm.gpus=4", "the 2 GPUs"]),
     (["rollout.engine=vllm", "vllm.urls=[127.0.0.1:8000]"], ["'127.0.0.1:8000'", "http://HOST:PORT"]),
     ([*VLLM, "data.eval=null", "rollout.slots=8"], ["rollout.slots=8", "no effect", "rollout.engine=jax"]),
+    (["rollout.engine=vllm", "vllm.python=p", "vllm.arguments=[--port,18777]"], ["has --port", "set vllm.port"]),
+    (["rollout.engine=vllm", "vllm.python=p", "vllm.arguments=[--served_model_name=a]"], ["has --served-model-name"]),
     ([*VLLM, "rollout.top_p=0.9"], ["rollout.top_p=0.9", "rollout.engine=vllm"]),
     ([*VLLM, "rollout.top_k=5"], ["rollout.top_k=5", "rollout.engine=vllm"]),
     ([*VLLM, "optimizer.distribution=gaussian"], ["distribution=gaussian", "rademacher", "vllm.full_every=1"]),

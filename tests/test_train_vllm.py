@@ -32,6 +32,7 @@ class Stand:
         self.calls: list = []
         self.weights: dict[str, np.ndarray] = {}
         self.version, self.longest, self.fails, self.folder = "", 64, (), Path()
+        self.vllm, self.model = "0.32.0", {}
 
     def answer(self, path: str, body: dict) -> object:
         if path == "/collective_rpc":
@@ -64,6 +65,9 @@ class Stand:
         logits = jax.jit(model.logits)(params, jnp.asarray([ids]), jnp.ones((1, len(ids)), bool))
         found = np.asarray(jax.nn.log_softmax(logits[0]))
         return [None, *({str(ids[i]): {"logprob": float(found[i - 1, ids[i]])}} for i in range(1, len(ids)))]
+
+    def logra_describe(self, asked: dict) -> dict:
+        return {"vllm": self.vllm, "max_num_seqs": 4, "model": self.model}
 
     def logra_plan(self, asked: dict) -> dict:
         self.calls.append(asked["version"])
@@ -139,7 +143,7 @@ def test_a_server_has_the_trainers_weights_after_every_update(stand, command_set
     assert not Path("out/sync/weights").exists()
 
 
-def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_settings, capsys) -> None:
+def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_settings, monkeypatch, capsys) -> None:
     argv = [*command_settings, "rollout.engine=vllm", "vllm.timeout_s=5"]
 
     def refused(*more: str) -> str:
@@ -149,7 +153,18 @@ def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_sett
         return capsys.readouterr().err
 
     stand.longest = 11
-    assert "takes 11 tokens (--max-model-len)" in refused(f"vllm.urls=[{stand.url}]")
+    monkeypatch.setattr(logra_jax.run.Run, "load", lambda *_: pytest.fail("the weights were read"))
+    url = f"vllm.urls=[{stand.url}]"
+    assert "takes 11 tokens (--max-model-len)" in refused(url)
+    stand.longest = 64
+    assert "answers 4 times at once" in refused(url, "rollout.generations=6")
+    stand.model, stand.vllm = {"hidden_size": 99}, "0.31.0"
+    assert "serves another model, of hidden_size 99, not 32" in refused(url)
+    stand.model = {"hidden_size": 32}
+    with pytest.raises(pytest.fail.Exception, match="were read"):
+        train.main([*argv, url, f"vllm.urls=[{stand.url},{stand.url}]"])
+    assert capsys.readouterr().err.count("warning: vLLM 0.31.0 serves; tested with 0.32") == 1
+    assert "has no vLLM" in refused(f"vllm.python={sys.executable}")
     assert "http://127.0.0.1:1/v1/models: no answer" in refused("vllm.urls=[http://127.0.0.1:1]")
     assert "nowhere is no interpreter that can be run" in refused("vllm.python=nowhere")
     assert not stand.calls
@@ -160,19 +175,22 @@ def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(build, "Server", lambda *places, **options: asked.append((places, options)))
     settings = f"""rollout.engine=vllm vllm.python={sys.executable} vllm.servers=2 vllm.tensor_parallel=2
-        vllm.gpus=4,5,6,7 vllm.arguments=[--enforce-eager] vllm.start_s=9 vllm.timeout_s=8 vllm.folder={tmp_path}"""
+        vllm.gpus=4,5,6,7 vllm.arguments=[--enforce-eager,--max-num-seqs,64] vllm.port=18777
+        vllm.start_s=9 vllm.timeout_s=8 vllm.folder={tmp_path}"""
     config = load_config(None, settings.split())
     model, _ = load_hf(resolve_path(config.model.path))
     sampler = build.make_sampler(config, model, 17, 1.0, 1.0)
-    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray)
+    interrupt = lambda: None
+    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray, interrupt)
     engine._start(tmp_path / "weights")
     assert [places[2].name for places, _ in asked] == ["server-0.log", "server-1.log"]
-    for (places, options), gpus in zip(asked, ("4,5", "6,7"), strict=True):
+    for (places, options), gpus, port in zip(asked, ("4,5", "6,7"), (18777, 18778), strict=True):
         assert places[:2] == (Path(sys.executable), tmp_path / "weights")
         assert options == {
-            "folder": tmp_path, "start_seconds": 9.0, "timeout": 8.0, "variables": {"CUDA_VISIBLE_DEVICES": gpus},
+            "port": port, "folder": tmp_path, "start_seconds": 9.0, "timeout": 8.0,
+            "interrupt": interrupt, "variables": {"CUDA_VISIBLE_DEVICES": gpus},
             "options": {"dtype": "float32", "tensor_parallel": 2, "max_length": 6 + 33, "max_sequences": 64,
-                        "more": ("--enforce-eager",)},
+                        "more": ("--enforce-eager", "--max-num-seqs", "64")},
         }  # fmt: skip
 
 

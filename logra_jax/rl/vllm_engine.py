@@ -19,11 +19,12 @@ from logra_jax.rl.rollout import Rollout, Sampler
 from logra_jax.sync.blob import Update
 from logra_jax.sync.client import Client, Completion, Unreachable
 from logra_jax.sync.naming import Table, dense_by_name, factors_by_name, file_shapes
+from logra_jax.sync.needs import Needs
 from logra_jax.sync.pool import HEALTH_SECONDS, Pool
 from logra_jax.sync.server import Server, start_all
 
 CANCEL_SECONDS = 20.0  # for servers to give up what they are drawing
-RESCUES = 2  # times that a server is brought back without having answered since
+RESCUES = 2  # times that a server is brought back before it has outlived a batch of answers
 
 
 def answer_seed(seed: int, update: int, prompt_id: int, sample: int) -> int:
@@ -44,6 +45,7 @@ class VllmEngine:
 
     Args:
       sampler: what answers are to be like. It samples nothing here.
+      answers: most that are asked of a prompt.
       write: write(params, folder) makes a Hugging Face folder of weights, over one that is there.
       place: puts rows on the trainer's devices.
       folder: for weights and large updates; the servers see it too.
@@ -53,8 +55,6 @@ class VllmEngine:
       clients: servers that run already.
       start: start(folder) makes servers with the weights in the folder, which are started and stopped here.
 
-    Raises:
-      UserError: a running server does not answer, or takes no prompt and answer of this length.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class VllmEngine:
         sampler: Sampler,
         *,
         prompt_width: int,
+        answers: int = 1,
         write: Callable[[Any, Path], None],
         place: Callable[[np.ndarray], jax.Array],
         folder: Path,
@@ -77,17 +78,11 @@ class VllmEngine:
         self._weights, self._start = folder.resolve() / "weights", start
         self._servers: list[Server] = []
         self._pool = Pool(clients) if clients else None
-        self._rescues: dict[int, int] = {}  # by number of the server, since it last gave answers
+        self._rescues: dict[int, int] = {}  # by number of the server, since it last outlived a batch
         self._told: set[int] = set()  # whose loss was told
         self._drawing = threading.Lock()
-        longest = prompt_width + sampler.max_new_tokens
-        for client in clients:
-            if (most := client.longest()) < longest:
-                raise UserError(
-                    f"{client.url} takes {most} tokens (--max-model-len), and the longest prompt and answer have "
-                    f"{prompt_width} + {sampler.max_new_tokens}: start it with {longest}, or lower "
-                    "rollout.max_new_tokens or data.max_prompt_length"
-                )
+        model = sampler.model.config.to_hf("float32")
+        self._needs = Needs(prompt_width, sampler.max_new_tokens, answers, model)
 
     def sync(self, params: Any, version: int) -> None:
         """See `Engine`. Servers that are at this version keep their weights, others load all of them from the folder.
@@ -106,6 +101,8 @@ class VllmEngine:
             logs = ", ".join(str(server.log) for server in self._servers)
             print(f"starting   vLLM, which may take a minute; its output goes to {logs}", flush=True)
             start_all(self._servers)
+            for server in self._servers:
+                self._needs.check(server.client)
             self._pool = Pool([server.client for server in self._servers])
             self._pool.plan(self._shapes, version)
         elif version != self.version:
@@ -143,7 +140,7 @@ class VllmEngine:
         clients, lost = self._pool.clients, set(self._pool.lost)
         for number in lost:
             if self._rescues.get(number, 0) >= RESCUES:
-                raise UserError(f"a server failed {RESCUES + 1} times without answers in between: {self._why(number)}")
+                raise UserError(f"a server failed {RESCUES + 1} times in one batch of answers: {self._why(number)}")
         self._save()
 
         def bring(number: int) -> None:
@@ -153,6 +150,8 @@ class VllmEngine:
             try:
                 if not healthy:
                     raise Unreachable(f"{client.url}: no answer; start it again")
+                if not self._servers:
+                    self._needs.check(client)
                 client.reload(self._weights, self._shapes, version)
             except UserError:
                 if not self._servers:

@@ -25,6 +25,7 @@ from logra_jax.sync import blob as blobs
 from logra_jax.sync.blob import Update
 
 # A larger blob goes through a file: as JSON text it is a third larger, and copied several times.
+QUICK = 30.0  # seconds for answers that take no work
 LARGEST_MESSAGE = 4 * 2**20
 
 
@@ -104,12 +105,25 @@ class Client:
         Raises:
           UserError: it serves no policy.
         """
-        served = {card["id"]: card for card in self.call("/v1/models", method="GET")["data"]}
+        served = {card["id"]: card for card in self.call("/v1/models", method="GET", timeout=QUICK)["data"]}
         if self.model not in served:
             raise UserError(
                 f"{self.url} serves {', '.join(served)}, not {self.model!r}: start it as README, section on vLLM, says"
             )
         return served[self.model]["max_model_len"]
+
+    def describe(self) -> dict[str, Any]:
+        """What it serves, and how: the answer of `extension.LograWorkerExtension.logra_describe`.
+
+        Raises:
+          UserError: it was not started for this.
+        """
+        try:
+            found = self._ranks("logra_describe")
+        except UserError as error:
+            raise UserError(f"{error}; was it started as README, section on vLLM, says?") from None
+        self._all_ok(found, "cannot say what it serves")
+        return found[0]
 
     def _ranks(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
         """The answers of all ranks, in order; not all need be `ok`."""

@@ -25,12 +25,12 @@ SHAPES = {KERNEL: (3, 16, 24), "norm/scale": (16,)}
 class Stand(Client):
     """Notes what it is asked; answers with its prompt's first token as often as the answer's seed says, and an end.
 
-    dies: answers after which it is gone.
+    dies: answers after which it is gone. served: of its config.json, other than the trainer's.
     """
 
-    def __init__(self, longest: int = WIDTH + NEW, dies: int = 10**6, name: str = "stand") -> None:
+    def __init__(self, longest: int = WIDTH + NEW, dies: int = 10**6, name: str = "stand", **served) -> None:
         super().__init__(f"http://{name}")
-        self.dies = dies
+        self.dies, self.served = dies, served
         self.calls: list = []
         self.asked: dict = {}
         self.at, self.most, self.error = -1, longest, None
@@ -38,6 +38,9 @@ class Stand(Client):
 
     def longest(self):
         return self.most
+
+    def describe(self):
+        return {"vllm": "0.32.0", "max_num_seqs": 8, "model": TINY.to_hf("float32") | self.served}
 
     def healthy(self, timeout):
         return self.dies > 0
@@ -212,8 +215,15 @@ def test_servers_are_started_with_the_first_weights_and_stopped(make, tmp_path):
 
 
 def test_servers_that_do_not_fit_are_refused(make):
-    with pytest.raises(UserError, match=r"http://stand takes 9 tokens .* 4 \+ 6: start it with 10"):
-        make(Stand(), Stand(9))
+    for stand, options, message in (
+        (Stand(9), {}, r"http://stand takes 9 tokens .* 4 \+ 6: start it with 10"),
+        (Stand(), {"answers": 9}, r"answers 8 times at once .*--max-num-seqs.*start it with 9, or lower"),
+        (Stand(vocab_size=40), {}, f"serves another model, of vocab_size 40, not {TINY.vocab_size}: start it"),
+        (Stand(rope_parameters={"rope_theta": 7.0}), {}, "another model, of rope_theta 7.0, not"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make(Stand(), stand, **options).sync("p", 0)
+    make(Stand(), Stand(head_dim=None)).sync("p", 0)  # of which it says nothing
     stand = Stand()
     engine = make(stand)
     engine.sync("p", 0)
@@ -316,7 +326,7 @@ def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_words(mak
     server = Served("a", 2, 1, 1, 1)
     engine = make(start=lambda folder: [server])
     engine.sync("p", 3)
-    with pytest.raises(UserError, match=r"failed 3 times without answers in between: ended .* a.log: last words"):
+    with pytest.raises(UserError, match=r"failed 3 times in one batch of answers: ended .* a.log: last words"):
         engine.generate(*BATCH, n=2, seed=1, update=3)
     assert server.starts == 3
     # One death for each batch is none too many.
