@@ -281,7 +281,9 @@ class VllmEngine:
                 answers = self._pool.generate(prompts, seeds, found, **settings)
             except Unreachable as error:
                 if self._params is None or any(map(_gone, jax.tree.leaves(self._params))):
-                    raise Unreachable(f"{error}; and the weights of version {self.version} are gone") from None
+                    raise Unreachable(
+                        f"{error}; and the weights of version {self.version} are no longer there"
+                    ) from None
                 self._bring(list(self._pool.lost), self.version)
             else:
                 self._rescues = {i: count for i, count in self._rescues.items() if i in self._pool.lost}
