@@ -269,7 +269,7 @@ class Trainer:
 
     def train_on_batch(self, before: dict[str, Any]) -> None:
         """Sample, grade and learn from one batch of prompts. before: metrics to add to the first update's."""
-        from logra_jax.mesh import fetch, place_array
+        from logra_jax.mesh import fetch
         from logra_jax.rl.ahead import staleness
 
         config, progress, run = self.config, self.progress, self.run
@@ -286,10 +286,8 @@ class Trainer:
         shared = found | run.rollout_metrics(rollout, rewards, advantages)
         batch = run.batch(rollout, advantages, self.state)
         if rollout.versions is not None:
-            behind = staleness(fetch(rollout.versions), progress.step, config.rollout.staleness)
-            shared["rollout/staleness"] = behind
-            if config.rollout.staleness:
-                batch = batch._replace(behind=place_array(np.array(behind, np.int32), run.everywhere))
+            versions = fetch(rollout.versions)
+            shared["rollout/staleness"] = staleness(versions, progress.step, config.rollout.staleness)
         updates = config.loss.updates_per_batch
         # From the step's place among the updates of a batch: 0, unless resumed after a stop between them.
         for _ in range(progress.step % updates, updates):

@@ -66,8 +66,6 @@ def test_stopped_at_every_point(argv, stand, seen, capsys):  # noqa: F811
     assert stand.calls == [0, (0, 1), (1, 2), (2, 3)]
     rows = read_rows("whole/metrics.jsonl")
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1]
-    assert rows[0]["kl/behind"] > 0.01  # random answers of no model
-    assert rows[2]["kl/mismatch"] == pytest.approx(rows[2]["kl/behind"] - rows[1]["kl/predicted"], rel=1e-5)
     # At the start of each update, after the first answers, and before each update; in 2 evaluations.
     assert len(points) == 3 + 1 + 3 + 2 * 2
     start, began_at = [], 0

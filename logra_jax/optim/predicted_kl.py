@@ -75,9 +75,8 @@ def scale_by_predicted_kl(budget: Any, alpha_max: Any = 3.0) -> optax.GradientTr
 
     def init_fn(params: Any) -> PredictedKLState:
         _check_whole(params)
-        # An array for each: the same one twice could not be donated.
-        alpha, q, delta = (jnp.zeros((), jnp.float32) for _ in range(3))
-        return PredictedKLState(jnp.zeros((), jnp.int32), alpha, q, delta, jnp.asarray(True))
+        zero = jnp.zeros((), jnp.float32)
+        return PredictedKLState(jnp.zeros((), jnp.int32), zero, zero, zero, jnp.asarray(True))
 
     def update_fn(
         updates: Any,

@@ -18,8 +18,7 @@ class Batch(NamedTuple):
 
     ``old_logprobs`` is needed only when a batch serves several updates, ``ref_logprobs`` only with a reference KL.
     ``probe`` holds the row numbers whose responses predict the KL; ``check`` says whether it is also measured.
-    ``packing`` says which answers share a row in the passes; without it each has its own. ``behind``: updates that
-    the weights have gone on since the answers were drawn; None where that is never any.
+    ``packing`` says which answers share a row in the passes; without it each has its own.
     """
 
     tokens: Int[Array, "n t"]
@@ -34,7 +33,6 @@ class Batch(NamedTuple):
     old_logprobs: Float[Array, "n c"] | None = None
     ref_logprobs: Float[Array, "n c"] | None = None
     packing: Packing | None = None
-    behind: Int[Array, ""] | None = None
 
 
 def valid_tokens(batch: Batch) -> Bool[Array, "n c"]:
@@ -45,7 +43,7 @@ def valid_tokens(batch: Batch) -> Bool[Array, "n c"]:
 def row_fields(batch: Batch) -> dict[str, Any]:
     """The arrays that have one entry per row, by name."""
     fields = batch._asdict()
-    return {k: v for k, v in fields.items() if k not in ("probe", "check", "packing", "behind") and v is not None}
+    return {k: v for k, v in fields.items() if k not in ("probe", "check", "packing") and v is not None}
 
 
 def take(batch: Batch, rows: Int[Array, " r"]) -> Batch:

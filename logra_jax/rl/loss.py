@@ -50,8 +50,7 @@ class LossSums(NamedTuple):
     and KL(new || reference), nats; importance: the truncated weight; capped: tokens whose weight was cut;
     deviation: |exp(old - rollout) - 1|, how far the trainer's probability of a token is from the sampler's, before
     any update of this batch; max_deviation: the largest of them, no sum; mismatch: rollout logp - old logp, nats, and
-    mismatch_kl: k3(old - rollout), another estimate of the same KL(sampler || trainer), with less noise; ended_tokens:
-    their number; these three over rows that ended by themselves.
+    ended_tokens: their number, both over rows that ended by themselves.
     """
 
     loss: Array
@@ -66,7 +65,6 @@ class LossSums(NamedTuple):
     deviation: Array
     max_deviation: Array
     mismatch: Array
-    mismatch_kl: Array
     ended_tokens: Array
 
 
@@ -242,7 +240,6 @@ def policy_loss(
         deviation=jnp.sum(deviation),
         max_deviation=jnp.max(deviation, initial=0.0),
         mismatch=jnp.sum(jnp.where(ended, -apart, 0.0)),
-        mismatch_kl=jnp.sum(jnp.where(ended, _k3(apart), 0.0)),
         ended_tokens=jnp.sum(mask & ended, dtype=jnp.float32),
     )
     return loss, jax.lax.stop_gradient(sums)

@@ -238,14 +238,6 @@ def make_update(
         step = sketch_count(state.opt_state) if sketched else jnp.zeros((), jnp.int32)
         sums, grads = gradient(train, frozen, batch, step)
         metrics = _means(sums) | {"grad/norm": optax.tree.norm(grads), "padding/share": padding_share(batch)}
-        if batch.behind is not None:
-            metrics["kl/behind"] = sums.mismatch_kl / jnp.maximum(sums.ended_tokens, 1.0)
-            # The last update is in it, and has been paid for from its own budget. The mean of log-ratios would do
-            # too, but its noise, sqrt(2 KL / tokens), is more than a budget.
-            last = kl_link(state.opt_state) if kl_control else None
-            moved = jnp.zeros(()) if last is None else last.alpha**2 * last.predicted_kl
-            gap = metrics["kl/behind"] - moved
-            metrics["kl/mismatch"] = jnp.where(batch.behind > 0, gap, metrics["kl/mismatch"])
         average = state.mismatch
         if mismatch:  # where no answer ended by itself there is nothing to observe
             observed = mismatch_average(average, metrics["kl/mismatch"])

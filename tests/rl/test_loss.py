@@ -352,7 +352,6 @@ class TestPolicyLoss:
             "capped": weight > 1.2,
             "deviation": np.abs(weight - 1),
             "mismatch": (host["rollout_logprobs"] - host["old_logprobs"]) * host["ended"],
-            "mismatch_kl": (weight - np.log(weight) - 1) * host["ended"],
             "ended_tokens": host["ended"],
         }
         assert set(want) | {"loss", "max_deviation"} == set(sums._fields)

@@ -333,31 +333,6 @@ def test_mismatch_of_ended_answers_lowers_the_budget(model, plain, params, spec)
     np.testing.assert_allclose(metrics["kl/budget"], BUDGETS[0] - 0.3e-4, atol=1e-6)
 
 
-def test_the_last_update_is_no_mismatch_of_answers_that_are_behind(model, plain, params, spec):
-    """m takes mean k3(log p / mu) less the KL predicted for the update before; of fresh answers the mean log mu / p."""
-    state, frozen = start(params, spec, plain.tx)
-    behind = 0.0
-    for update, shift in ((0, 1e-4), (1, 0.02)):
-        weights = optim.merge(state.train, frozen)
-        batch = make_batch(behind=jnp.asarray(update, jnp.int32))
-        logprobs, counted = reference_logprobs(model, weights, batch)
-        change = shift * np.random.default_rng(update).choice([-1, 1], logprobs.shape).astype(np.float32)
-        batch = batch._replace(rollout_logprobs=logprobs - change)
-        ended = np.asarray(counted) & np.asarray(batch.stopped)[:, None]
-        d = change[ended].astype(np.float64)
-        expected = (np.exp(d) - d - 1).mean() - behind if update else -d.mean()
-        average = float(state.mismatch)
-        state, metrics = plain.update(state, frozen, batch)
-        # Of a batch's logits of order 10, some 1e-6 each.
-        np.testing.assert_allclose(metrics["kl/mismatch"], expected, atol=1e-6)
-        np.testing.assert_allclose(metrics["kl/behind"], (np.exp(d) - d - 1).mean(), rtol=1e-2)
-        np.testing.assert_allclose(state.mismatch, 0.7 * average + 0.3 * max(0, expected), atol=1e-6)
-        np.testing.assert_allclose(metrics["importance/deviation"], np.abs(np.expm1(change[counted])).mean(), rtol=2e-2)
-        behind = float(metrics["kl/predicted"])
-    assert expected > 5e-5
-    assert behind > 1e-7
-
-
 @pytest.mark.parametrize("control", [False, True])
 def test_dense_adamw_in_the_same_loop(model, policy, params, spec, control):
     rate = 1e-2
