@@ -272,8 +272,8 @@ class KL:
     probe_tokens: int = _f(4096, "tokens used of each of them", "[1, inf)", f"{_CONTROL} or {_CHECK}")
     mismatch: bool = _f(
         True,
-        "take the gap between sampler and trainer off the budget; with rollout.staleness=1 the update in between is part "
-        "of it, so that the budget is for the way from the weights that sampled",
+        "take the gap between sampler and trainer off the budget; with rollout.staleness=1 the update in between is "
+        "part of it, and the budget is for the way from the weights that sampled",
         only=_CONTROL,
     )
     check_every: int = _f(10, "updates between measurements of the KL that really came out; 0: never", "[0, inf)")

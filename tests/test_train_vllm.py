@@ -20,6 +20,7 @@ from logra_jax.config import load_config, resolve_path
 from logra_jax.metrics import MetricsWriter, read_rows
 from logra_jax.models import load_hf
 from logra_jax.optim import twin
+from logra_jax.rl.vllm_engine import VllmEngine
 from logra_jax.sync import blob
 
 PYTHON = os.environ.get("LOGRA_VLLM_PYTHON", "")
@@ -196,33 +197,48 @@ def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.skipif(not PYTHON, reason="LOGRA_VLLM_PYTHON names no interpreter with vLLM")
-def test_a_real_server_samples_from_the_policy(fixtures, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_real_server_samples_from_the_policy(staleness, fixtures, tmp_path, monkeypatch, capsys) -> None:
+    """Of the weights that are trained, or of those before; also after it was given old weights under a new name."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(fixtures / "tiny-qwen3", "model")
     rows = [{"prompt": f"How much is {a} and {a}?", "answer": str(2 * a)} for a in range(8)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    differences, batch = [], logra_jax.run.Run.batch
+    differences, batch, score, kept = [], logra_jax.run.Run.batch, VllmEngine.score, []
 
     def compared(self, rollout, advantages, state):
         found = batch(self, rollout, advantages, state)
-        scored = np.asarray(self._score(state.train, self.frozen, found))
+        kept.append(jax.tree.map(jnp.copy, state.train))
+        assert set(np.asarray(rollout.versions)) == {max(0, len(kept) - 1 - staleness)}
+        scored = np.asarray(self._score(kept[max(0, len(kept) - 1 - staleness)], self.frozen, found))
         real = np.arange(scored.shape[1]) < np.asarray(found.lengths)[:, None]
         differences.append(np.abs(scored - np.asarray(found.rollout_logprobs))[real].max())
         varied = np.arange(8, dtype=np.float32) % 2 - np.float32(0.5)
         return found._replace(advantages=varied)  # answers of a random model are all wrong
 
+    def spoilt(self, prompts):
+        if self.version == 2 and not capsys.readouterr().err:  # until that is noticed
+            self._pool.reload(self._weights, self._shapes, 2)
+        return score(self, prompts)
+
+    monkeypatch.setattr(VllmEngine, "score", spoilt)
     monkeypatch.setattr(logra_jax.run.Run, "batch", compared)
     settings = """
-        steps=3 model.path=model model.compute_dtype=float32 data.train=rows.jsonl data.eval=null
+        steps=4 model.path=model model.compute_dtype=float32 data.train=rows.jsonl data.eval=null
         data.max_prompt_length=99 mesh.fsdp=1
         rollout.prompts=4 rollout.generations=2 rollout.max_new_tokens=12 rollout.temperature=0.7 reward.kind=exact
         reward.pattern=null optimizer.rank=8 optimizer.update_ratio=.03 kl.control=false kl.check_every=0
         checkpoint.every=0 log.tensorboard=false log.progress=false
         rollout.engine=vllm vllm.arguments=[--enforce-eager] vllm.start_s=300"""
-    assert train.main([*settings.split(), f"vllm.python={PYTHON}"]) == 0
-    assert [row["sync/version"] for row in read_rows("out/metrics.jsonl")] == [1, 2, 3]
+    more = ["vllm.drift_every=1", f"rollout.staleness={staleness}", "loss.importance_cap=2"]
+    assert train.main([*settings.split(), *more, f"vllm.python={PYTHON}"]) == 0
+    rows = read_rows("out/metrics.jsonl")
+    assert [row["rollout/staleness"] for row in rows] == [0] + [staleness] * 3
+    assert "with all weights loaded" not in capsys.readouterr().err
     # Log-probabilities of some -6 at temperature 0.7, from sums in another order.
-    assert len(differences) == 3
+    assert len(differences) == 4
     assert max(differences) < 1e-4
+    assert [row["importance/max_deviation"] < 1e-4 for row in rows] == [True] + [not staleness] * 3
+    assert [row["sync/drift"] < 1e-4 for row in rows] == [True, True, False, True]
