@@ -158,7 +158,7 @@ class Vllm:
     drift_every: int = _f(
         10,
         "updates between comparisons of the servers' log-probabilities of 8 prompts with the trainer's; where they are "
-        "apart by more than 3 times what they were after the last load of all weights, these are loaded. 0: never",
+        "apart by more than 5 times what they were after the last load of all weights, these are loaded. 0: never",
         "[0, inf)",
         _VLLM,
     )

@@ -20,7 +20,7 @@ Tree = Any
 
 PROBE_TOKENS = 256  # of a prompt, at most
 ROUNDINGS = 32  # of float32, by which log-probabilities that are sums in another order may differ
-JUMP = 3.0  # times the gap right after a load, when weights were the same
+JUMP = 5.0  # times the gap right after a load, when weights were the same; in bfloat16 it doubles by itself
 
 
 class Gap(NamedTuple):
@@ -34,7 +34,7 @@ class Gap(NamedTuple):
     def bound(self) -> float:
         """Up to where a gap of other weights is no sign of a fault, if this one is that of equal weights.
 
-        32 float32 roundings of the largest log-probability, and no less than three times this gap: number formats that
+        32 float32 roundings of the largest log-probability, and no less than five times this gap: number formats that
         are coarser on one side show in it.
         """
         return max(ROUNDINGS * float(np.finfo(np.float32).eps) * self.scale, JUMP * self.largest)
