@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,11 +51,9 @@ class Ahead:
         return task.result()
 
     def close(self) -> None:
-        """Wait for the thread to end; what it draws is lost. Whoever can end it sooner does so before."""
+        """Wait for the thread to end; what it draws, or fails of, is lost. Whoever can end it sooner does so before."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        if self._task is not None:
-            with suppress(UserError, OSError, RuntimeError, ValueError):  # it was told to end
-                self.result()
+        self._task, self.update = None, None
 
 
 def staleness(versions: np.ndarray, update: int, allowed: int) -> int:
