@@ -139,7 +139,7 @@ class Run(Evaluator):
         trained, _ = self._split(empty.abstract_params())  # refuses targets and ranks that do not fit
         paths = [path for path, _ in leaves_with_paths(trained)]
         fit.check(config, self.shape, self.vocab_size, self.prompts.tokens.shape[1], list(self.mesh.devices.flat))
-        build.check_servers(config, self.shape, self.prompts.tokens.shape[1])
+        distributed.on_first(lambda: build.check_servers(config, self.shape, self.prompts.tokens.shape[1]))
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
         if config.optimizer.name == "lora":
             self.weights = optim.add_adapters(self.weights, self.spec, config.optimizer.lora_alpha)
@@ -163,9 +163,8 @@ class Run(Evaluator):
         if rollout.engine == "vllm":
             shapes = {path: leaf.shape for path, leaf in leaves_with_paths(train)}
             width = self.prompts.tokens.shape[1]
-            self.engine = build.make_vllm_engine(
-                config, sampler, width, shapes, self._write, self.place, self._after_batch
-            )
+            interrupt = self._after_batch if distributed.alone() else lambda: None  # others would have to take part
+            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, self.place, interrupt)
         self.ahead = Ahead()
         on_mesh = self.model.replace(mesh=self.mesh)
         policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])

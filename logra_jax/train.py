@@ -192,7 +192,10 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
         if resume:
             distributed.on_first(lambda: write_settings(config))
             print(f"resumed after {progress.step} updates", flush=True)
-        run.follow(state, progress.step)
+        try:
+            run.follow(state, progress.step)
+        except Stopped as stopped:  # while servers start
+            return stopped.code, f"{stopped}: saved after {progress.step} updates; go on with --resume"
         with closing(
             MetricsWriter(
                 out,

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from logra_jax.models import load_hf
 from logra_jax.optim import twin
 from logra_jax.rl.vllm_engine import VllmEngine
 from logra_jax.sync import blob
+from logra_jax.sync.client import Client
 
 PYTHON = os.environ.get("LOGRA_VLLM_PYTHON", "")
 
@@ -68,7 +70,7 @@ class Stand:
         return [None, *({str(ids[i]): {"logprob": float(found[i - 1, ids[i]])}} for i in range(1, len(ids)))]
 
     def logra_describe(self, asked: dict) -> dict:
-        return {"vllm": self.vllm, "max_num_seqs": 4, "model": self.model}
+        return {"vllm": self.vllm, "max_num_seqs": 4, "piece": 0, "cpu": True, "model": self.model}
 
     def logra_plan(self, asked: dict) -> dict:
         self.calls.append(asked["version"])
@@ -170,6 +172,22 @@ def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_sett
     assert "nowhere is no interpreter that can be run" in refused("vllm.python=nowhere")
     assert not stand.calls
     assert list(Path().iterdir()) == []
+
+
+def test_a_signal_is_noticed_while_servers_start(command_settings, tmp_path, monkeypatch, capsys) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 0.32.0 && exit\nexec sleep 60\n')
+    python.chmod(0o755)
+    signals = [signal.SIGINT]
+
+    def healthy(self) -> bool:
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+        return False
+
+    monkeypatch.setattr(Client, "healthy", healthy)
+    assert train.main([*command_settings, "rollout.engine=vllm", f"vllm.python={python}"]) == 130
+    assert "stopped by SIGINT: saved after 0 updates" in capsys.readouterr().err
 
 
 def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:

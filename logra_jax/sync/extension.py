@@ -97,11 +97,15 @@ class LograWorkerExtension:
     def logra_describe(self) -> Mapping[str, Any]:
         """What is served, and how: versions and sizes, for `needs.Needs`."""
         served, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        scheduler = self.vllm_config.scheduler_config
         return {
             "vllm": vllm.__version__,
             "model": json.loads(json.dumps(served.hf_text_config.to_dict(), default=str)),
             "dtype": str(served.dtype).removeprefix("torch."),
-            "max_num_seqs": self.vllm_config.scheduler_config.max_num_seqs,
+            "max_num_seqs": scheduler.max_num_seqs,
+            # Tokens at a time where a prompt may be processed in pieces, else 0.
+            "piece": scheduler.max_num_batched_tokens if scheduler.enable_chunked_prefill else 0,
+            "cpu": current_platform.is_cpu(),
             "tensor_parallel": parallel.tensor_parallel_size,
             "pipeline_parallel": parallel.pipeline_parallel_size,
         }

@@ -13,7 +13,7 @@ TESTED = "0.32"  # releases of vLLM that sync was tried with
 # Of a config.json: what makes another model of the same tensors, or tensors of other shapes.
 SIZES = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
+    "num_key_value_heads", "head_dim", "rms_norm_eps",
 )  # fmt: skip
 
 
@@ -49,6 +49,17 @@ class Needs:
             raise UserError(
                 f"{client.url} answers {facts['max_num_seqs']} times at once (--max-num-seqs), and a prompt is asked "
                 f"for {self.answers} answers: start it with {self.answers}, or lower rollout.generations"
+            )
+        # vLLM takes a seeded request's noise back after a piece of its prompt; generators of a CPU cannot, and it ends.
+        if facts["cpu"] and 0 < facts["piece"] < facts["max_num_seqs"] * self.prompt:
+            raise UserError(
+                f"{client.url} runs on a CPU and may process a prompt in pieces, upon which vLLM fails: start it with "
+                "--no-enable-chunked-prefill (vllm.arguments)"
+            )
+        if facts["cpu"] and "linear_num_key_heads" in self.model:
+            raise UserError(
+                f"{client.url} runs on a CPU, where vLLM {TESTED} fails at the first request for a hybrid model: serve "
+                "it on GPUs, or set rollout.engine=jax"
             )
         served = facts["model"]
         here, there = _theta(self.model), _theta(served)

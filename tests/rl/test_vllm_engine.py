@@ -16,6 +16,7 @@ from logra_jax.rl.engine import Engine
 from logra_jax.rl.rollout import Sampler
 from logra_jax.rl.vllm_engine import VllmEngine, answer_seed
 from logra_jax.sync.client import Client, Completion, Synced, Unreachable
+from logra_jax.sync.needs import Needs
 
 END, PAD, VOCAB, WIDTH, NEW = 3, 0, 30, 4, 6
 KERNEL = "layers/mlp/up_proj/kernel"
@@ -25,12 +26,14 @@ SHAPES = {KERNEL: (3, 16, 24), "norm/scale": (16,)}
 class Stand(Client):
     """Notes what it is asked; answers with its prompt's first token as often as the answer's seed says, and an end.
 
-    dies: answers after which it is gone. served: of its config.json, other than the trainer's.
+    dies: answers after which it is gone. piece: tokens at a time. served: of its config.json, other than the trainer's.
     """
 
-    def __init__(self, longest: int = WIDTH + NEW, dies: int = 10**6, name: str = "stand", **served) -> None:
+    def __init__(
+        self, longest: int = WIDTH + NEW, dies: int = 10**6, name: str = "stand", piece: int = 0, **served
+    ) -> None:
         super().__init__(f"http://{name}")
-        self.dies, self.served = dies, served
+        self.dies, self.piece, self.served = dies, piece, served
         self.calls: list = []
         self.asked: dict = {}
         self.at, self.most, self.error = -1, longest, None
@@ -40,7 +43,8 @@ class Stand(Client):
         return self.most
 
     def describe(self):
-        return {"vllm": "0.32.0", "max_num_seqs": 8, "model": TINY.to_hf("float32") | self.served}
+        config = TINY.to_hf("float32") | self.served
+        return {"vllm": "0.32.0", "max_num_seqs": 8, "piece": self.piece, "cpu": True, "model": config}
 
     def healthy(self, timeout):
         return self.dies > 0
@@ -182,6 +186,12 @@ def test_seeds_follow_the_documented_formula():
     assert answer_seed(7, 3, 12, 5) == (0xDEE2ED1352802BC1 >> 2) + 5
 
 
+def test_hybrid_models_are_refused_on_a_cpu():
+    needs = Needs(WIDTH, NEW, 1, {"linear_num_key_heads": 2})
+    with pytest.raises(UserError, match="hybrid model: serve it on GPUs"):
+        needs.check(Stand())
+
+
 def test_updates_travel_as_factors_and_all_weights_where_they_must(make, capsys):
     stand, other = Stand(), Stand()
     engine = make(stand, other, full_every=5)
@@ -249,13 +259,14 @@ def test_servers_are_started_with_the_first_weights_and_stopped(make, tmp_path):
 def test_servers_that_do_not_fit_are_refused(make):
     for stand, options, message in (
         (Stand(9), {}, r"http://stand takes 9 tokens .* 4 \+ 6: start it with 10"),
+        (Stand(piece=8 * WIDTH - 1), {}, "on a CPU .* in pieces.*--no-enable-chunked-prefill"),
         (Stand(), {"answers": 9}, r"answers 8 times at once .*--max-num-seqs.*start it with 9, or lower"),
         (Stand(vocab_size=40), {}, f"serves another model, of vocab_size 40, not {TINY.vocab_size}: start it"),
         (Stand(rope_parameters={"rope_theta": 7.0}), {}, "another model, of rope_theta 7.0, not"),
     ):
         with pytest.raises(UserError, match=message):
             make(Stand(), stand, **options).sync("p", 0)
-    make(Stand(), Stand(head_dim=None)).sync("p", 0)  # of which it says nothing
+    make(Stand(), Stand(head_dim=None, piece=8 * WIDTH)).sync("p", 0)  # of which it says nothing
     stand = Stand()
     engine = make(stand)
     engine.sync("p", 0)

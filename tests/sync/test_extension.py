@@ -52,7 +52,9 @@ def worker(extension):
             self.vllm_config = SimpleNamespace(
                 model_config=SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16),
                 parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
-                scheduler_config=SimpleNamespace(max_num_seqs=5),
+                scheduler_config=SimpleNamespace(
+                    max_num_seqs=5, max_num_batched_tokens=40, enable_chunked_prefill=extension.cpu
+                ),
             )
 
         def reload_weights(self, weights_path) -> None:
@@ -127,10 +129,11 @@ def test_after_a_reload_only_a_plan_helps(worker) -> None:
     assert worker.logra_apply(blob)["ok"]
 
 
-def test_a_worker_says_what_it_serves(worker) -> None:
+def test_a_worker_says_what_it_serves(worker, extension) -> None:
     found = worker.logra_describe()
     assert json.loads(json.dumps(found)) == found
     wanted = {"ok": True, "rank": 1, "vllm": "0.32.1", "dtype": "bfloat16", "max_num_seqs": 5}
     wanted |= {"tensor_parallel": 2, "pipeline_parallel": 1, "version": None}
+    wanted |= {"piece": 40 * extension.cpu, "cpu": extension.cpu}
     assert wanted.items() <= found.items()
     assert found["model"]["vocab_size"] == 7

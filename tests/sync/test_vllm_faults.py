@@ -57,6 +57,7 @@ class Rig:
             shapes={path: leaf.shape for path, leaf in leaves_with_paths(self.trainer.train)}, start=start,
         )  # fmt: skip
         self.engine.sync(self.start, 0)
+        self.engine._pool.at_once = 4  # most prompts have not been asked when the first is answered
 
     def __enter__(self) -> "Rig":
         return self
