@@ -33,6 +33,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.calls: list = []
+        self.logits = None
         self.weights: dict[str, np.ndarray] = {}
         self.version, self.longest, self.fails, self.folder = "", 64, (), Path()
         self.vllm, self.model = "0.32.0", {}
@@ -65,8 +66,9 @@ class Stand:
         shutil.copytree(self.folder, "scored", dirs_exist_ok=True)
         save_file(self.weights, "scored/model.safetensors")
         model, params = load_hf("scored")
-        logits = jax.jit(model.logits)(params, jnp.asarray([ids]), jnp.ones((1, len(ids)), bool))
-        found = np.asarray(jax.nn.log_softmax(logits[0]))
+        self.logits = self.logits or jax.jit(model.logits)
+        row = np.pad(ids, (0, 8 - len(ids)))[None].astype(np.int32)
+        found = np.asarray(jax.nn.log_softmax(self.logits(params, row, np.arange(8)[None] < len(ids))[0]))
         return [None, *({str(ids[i]): {"logprob": float(found[i - 1, ids[i]])}} for i in range(1, len(ids)))]
 
     def logra_describe(self, asked: dict) -> dict:
