@@ -251,7 +251,7 @@ def test_a_real_server_samples_from_the_policy(staleness, fixtures, tmp_path, mo
         rollout.prompts=4 rollout.generations=2 rollout.max_new_tokens=12 rollout.temperature=0.7 reward.kind=exact
         reward.pattern=null optimizer.rank=8 optimizer.update_ratio=.03 kl.control=false kl.check_every=0
         checkpoint.every=0 log.tensorboard=false log.progress=false
-        rollout.engine=vllm vllm.arguments=[--enforce-eager] vllm.start_s=300"""
+        rollout.engine=vllm vllm.arguments=[--enforce-eager,--no-enable-chunked-prefill] vllm.start_s=300"""
     more = ["vllm.drift_every=1", f"rollout.staleness={staleness}", "loss.importance_cap=2"]
     assert train.main([*settings.split(), *more, f"vllm.python={PYTHON}"]) == 0
     rows = read_rows("out/metrics.jsonl")

@@ -38,7 +38,7 @@ class Rig:
 
         def start(weights: Path) -> list[Server]:
             options = {"dtype": "float32", "tensor_parallel": ranks, "max_length": 512, "max_sequences": 16}
-            options |= {"more": ["--enforce-eager"]}
+            options |= {"more": ["--enforce-eager", "--no-enable-chunked-prefill"]}
             return [
                 Server(PYTHON, weights, folder / f"server-{i}.log", options=options, variables=check_vllm.on_cpu(ranks),
                        folder=folder, timeout=timeout)
