@@ -336,6 +336,11 @@ def check_servers(config: Config, shape: ModelConfig, prompt_width: int) -> None
     settings, rollout = config.vllm, config.rollout
     if rollout.engine != "vllm":
         return
+    if rollout.staleness and not distributed.alone():
+        raise UserError(
+            "rollout.staleness=1 is for runs of one process: several would have to grade together while they compute. "
+            "Set rollout.staleness=0"
+        )
     needs = Needs(prompt_width, rollout.max_new_tokens, rollout.generations, shape.to_hf(config.model.compute_dtype))
     if settings.urls:
         found = {needs.check(Client(url, timeout=settings.timeout_s)) for url in settings.urls}

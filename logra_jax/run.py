@@ -14,9 +14,11 @@ from logra_jax.config import Config, check_lengths, resolve_path
 from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
+from logra_jax.rl.ahead import Ahead, Drawn
 from logra_jax.rl.batch import Batch
 from logra_jax.rl.engine import Engine, JaxEngine
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate, means_by_task
+from logra_jax.rl.following import Following, Probe
 from logra_jax.rl.kl import draw_probe
 from logra_jax.rl.packing import Packing, pack
 from logra_jax.rl.policy import Policy, make_score
@@ -25,10 +27,12 @@ from logra_jax.rl.reward import Grader
 from logra_jax.rl.rollout import Rollout, Sampler
 from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.tokenizer import decode, load_tokenizer
-from logra_jax.rl.update import Sent, TrainState
+from logra_jax.rl.update import TrainState
 from logra_jax.rl.vllm_engine import VllmEngine
 
 Tree = Any
+
+PROBE_PROMPTS = 8  # by which servers are compared with the trainer
 
 
 class Evaluator:
@@ -163,14 +167,30 @@ class Run(Evaluator):
         self.engine: Engine = JaxEngine(sampler)
         if rollout.engine == "vllm":
             shapes = {path: leaf.shape for path, leaf in leaves_with_paths(train)}
-            place = partial(place_array, sharding=self.rows_sharding)
             width = self.prompts.tokens.shape[1]
             interrupt = self._after_batch if distributed.alone() else lambda: None  # others would have to take part
-            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, place, interrupt)
+            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, self.place, interrupt)
+        self.ahead = Ahead()
         on_mesh = self.model.replace(mesh=self.mesh)
         policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])
+        self._servers = self._following(policy)
         self._score = make_score(policy, loss.micro_batch)
         self._update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
+
+    def _following(self, policy: Policy) -> Following | None:
+        if not isinstance(self.engine, VllmEngine | SharedEngine):
+            return None
+        every, fsdp = self.config.vllm.drift_every, self.mesh.shape["fsdp"]
+        probe = None
+        if every:  # a number of prompts that the devices divide, some of them twice if there are too few
+            fixed = self.prompts.take(np.arange(-(-PROBE_PROMPTS // fsdp) * fsdp) % len(self.prompts))
+            everywhere = partial(place_array, sharding=self.everywhere)
+            probe = Probe(policy, fixed.tokens, fixed.lengths, self.place, everywhere)
+        return Following(self.engine, self.spec, probe, every)
+
+    def place(self, rows: np.ndarray) -> jax.Array:
+        """Rows of a batch, on the devices."""
+        return place_array(rows, self.rows_sharding)
 
     def _split(self, params: Tree) -> tuple[Tree, Tree]:
         return build.split(self.config, self.spec, params)
@@ -208,18 +228,37 @@ class Run(Evaluator):
         """All parameters of the policy."""
         return optim.merge(state.train, self.frozen)
 
-    def begin(self, state: TrainState, step: int) -> None:
-        """Bring the engine to the weights after `step` updates, which starts servers if it has any to start."""
+    def follow(self, state: TrainState, step: int) -> dict[str, Any]:
+        """Bring the engine, which is drawing nothing, to the weights after `step` updates. Returns metrics.
+
+        Starts servers if there are any to start and none run.
+        """
+        if self._servers is not None:
+            return self._servers.follow(state, self.frozen, self.params(state), step)
         self.engine.sync(self.params(state), version=step)
+        return {}
 
     def sample(self, state: TrainState, prompts: PromptSet, update: int) -> Rollout:
         """Answers to a batch of prompts under the present policy, N = prompts x generations rows."""
-        place = partial(place_array, sharding=self.rows_sharding)
         self.engine.sync(self.params(state), version=update)
+        return self._generate(prompts, update)
+
+    def draw_ahead(self, prompts: PromptSet, update: int) -> None:
+        """Begin to draw and grade the answers for an update under the engine's weights, in the background."""
+
+        def draw() -> Drawn:
+            rollout = self._generate(prompts, update)
+            return Drawn(rollout, self.grade(prompts, rollout))
+
+        assert isinstance(self.engine, VllmEngine)
+        self.engine.let_go()
+        self.ahead.start(update, draw)
+
+    def _generate(self, prompts: PromptSet, update: int) -> Rollout:
         return self.engine.generate(
-            place(prompts.tokens),
-            place(prompts.lengths),
-            place(prompts.ids),
+            self.place(prompts.tokens),
+            self.place(prompts.lengths),
+            self.place(prompts.ids),
             n=self.config.rollout.generations,
             seed=self.config.seed,
             update=update,
@@ -250,14 +289,13 @@ class Run(Evaluator):
 
     def batch(self, rollout: Rollout, advantages: advantage.Advantages, state: TrainState) -> Batch:
         """The rows to learn from, with log-probabilities if several updates or a reference KL need them."""
-        place = partial(place_array, sharding=self.rows_sharding)
         batch = Batch(
             tokens=rollout.tokens,
             prompt_lengths=rollout.prompt_lengths,
             lengths=rollout.lengths,
             stopped=rollout.stopped,
-            valid=place(advantages.valid.reshape(-1)),
-            advantages=place(advantages.values.reshape(-1)),
+            valid=self.place(advantages.valid.reshape(-1)),
+            advantages=self.place(advantages.values.reshape(-1)),
             rollout_logprobs=rollout.logprobs,
             probe=place_array(np.zeros(0, np.int32), self.everywhere),
             check=place_array(np.zeros((), bool), self.everywhere),
@@ -284,7 +322,7 @@ class Run(Evaluator):
         return jax.tree.map(lambda array, leaf: place_array(np.asarray(array), leaf.sharding), found, layout)
 
     def update(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, Any]]:
-        """One update, also of the servers' weights if there are any.
+        """One update, also of the servers' weights if there are any and they are drawing nothing.
 
         Waits for it and returns its metrics as Python numbers. Consumes ``state``.
         """
@@ -299,20 +337,9 @@ class Run(Evaluator):
         if not check:
             metrics.pop("kl/realized", None)  # measured now and then only
         found = {name: value.item() for name, value in fetch(metrics).items()}
-        if isinstance(self.engine, VllmEngine | SharedEngine) and sent and found["ok"]:
-            found |= self._send(self.engine, state, step + 1, fetch(sent[0]))
+        if self._servers is not None and sent and found["ok"]:
+            found |= self._servers.give(state, step + 1, fetch(sent[0]), later=self.ahead.update is not None)
         return state, found
-
-    def _send(self, engine: VllmEngine | SharedEngine, state: TrainState, version: int, sent: Sent) -> dict[str, Any]:
-        others = {path: leaf for path, leaf in leaves_with_paths(state.train) if path not in sent.factors}
-        return engine.advance(
-            version,
-            sent.factors,
-            fetch(others),
-            seed=self.spec.seed,
-            drawn=int(self.spec.redraw(sent.before)),
-            decay=float(sent.decay),
-        )
 
     def rollout_metrics(
         self, prompts: PromptSet, rollout: Rollout, rewards: np.ndarray, advantages: advantage.Advantages

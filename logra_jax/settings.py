@@ -116,6 +116,14 @@ class Rollout:
         only=_SAMPLES,
     )
 
+    staleness: int = _f(
+        0,
+        "updates that answers may be behind the weights that learn from them. 1: those of the next update are drawn "
+        "and graded while one is computed, which loss.importance_cap must make up for",
+        "[0, 1]",
+        _VLLM,
+    )
+
     @property
     def rows(self) -> int:
         """Answers per update."""
@@ -154,6 +162,13 @@ class Vllm:
         0,
         "updates between loads of all weights instead of an update's factors; 0: only at the start and after a "
         "failure. 1 serves every optimizer",
+        "[0, inf)",
+        _VLLM,
+    )
+    drift_every: int = _f(
+        10,
+        "updates between comparisons of the servers' log-probabilities of 8 prompts with the trainer's; where they are "
+        "apart by more than 5 times what they were after the last load of all weights, these are loaded. 0: never",
         "[0, inf)",
         _VLLM,
     )
@@ -269,7 +284,12 @@ class KL:
     alpha_max: float = _f(3.0, "largest factor on the proposed update", "(0, inf)", _CONTROL)
     probe_responses: int = _f(8, "answers the prediction is made on", "[1, inf)", f"{_CONTROL} or {_CHECK}")
     probe_tokens: int = _f(4096, "tokens used of each of them", "[1, inf)", f"{_CONTROL} or {_CHECK}")
-    mismatch: bool = _f(True, "take the gap between sampler and trainer off the budget", only=_CONTROL)
+    mismatch: bool = _f(
+        True,
+        "take the gap between sampler and trainer off the budget; with rollout.staleness=1 the update in between is "
+        "part of it, and the budget is for the way from the weights that sampled",
+        only=_CONTROL,
+    )
     check_every: int = _f(10, "updates between measurements of the KL that really came out; 0: never", "[0, inf)")
     check_responses: int = _f(8, "answers used for that measurement", "[1, inf)", _CHECK)
 

@@ -31,7 +31,8 @@ class Rollout(NamedTuple):
 
     tokens: int32 [N, P + C], pad id outside the real tokens; prompt_lengths, lengths: int32 [N], the latter
     counting the first end token; logprobs: float32 [N, C], nats, of softmax(logits / temperature) before
-    top-k and top-p, 0 past the length; stopped: bool [N], ended by an end token rather than cut off.
+    top-k and top-p, 0 past the length; stopped: bool [N], ended by an end token rather than cut off; versions:
+    int32 [N], updates before the weights that gave the answers, where whoever sampled them knows that.
     """
 
     tokens: Int[Array, "n t"]
@@ -39,6 +40,7 @@ class Rollout(NamedTuple):
     lengths: Int[Array, " n"]
     logprobs: Float[Array, "n c"]
     stopped: Bool[Array, " n"]
+    versions: Int[Array, " n"] | None = None
 
 
 def completion_mask(lengths: Int[Array, " n"], width: int) -> Bool[Array, "n c"]:

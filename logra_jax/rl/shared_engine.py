@@ -1,6 +1,6 @@
 """Servers as the rollout engine of several processes: the first one speaks to them, and all get the same rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,26 @@ class SharedEngine:
         self._params = params
         self._let_first(lambda engine: engine.sync(params, version))
 
+    def reload(self, params: Any, version: int) -> None:
+        """See `VllmEngine.reload`."""
+        self._params = params
+        self._let_first(lambda engine: engine.reload(params, version))
+
+    def let_go(self) -> None:
+        """See `VllmEngine.let_go`."""
+        self._params = None
+        if self._engine is not None:
+            self._engine.let_go()
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
+        """See `VllmEngine.score`."""
+        found = self._let_first(lambda engine: engine.score(prompts)) or []
+        servers = int(distributed.from_first(np.array([len(found)], np.int32))[0])
+        ends = np.cumsum([len(prompt) - 1 for prompt in prompts])
+        flat = np.stack([np.concatenate(one) for one in found]) if found else np.zeros((servers, ends[-1]), np.float32)
+        shared = distributed.from_first(flat) if servers else flat
+        return [np.split(one, ends[:-1]) for one in shared]
+
     def advance(
         self, version: int, factors: Mapping[str, Any], dense: Mapping[str, Any], **options: Any
     ) -> dict[str, Any]:
@@ -84,6 +104,7 @@ class SharedEngine:
             numbers,
             np.zeros((rows, new), np.float32),
             numbers > 0,
+            numbers,
         )
         return Rollout(*(self._place(distributed.from_first(np.asarray(part))) for part in found or parts))
 
