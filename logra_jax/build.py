@@ -1,8 +1,10 @@
 """From the settings of a run to its optimizer, its prompts and its grader. Used by the commands alone."""
 
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +25,25 @@ from logra_jax.rl.policy import Policy
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
+from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.shared_grading import SharedGrader
+from logra_jax.rl.tasks import TASK, is_mixture
 from logra_jax.rl.update import TrainState, make_update
 from logra_jax.rl.vllm_engine import VllmEngine
 from logra_jax.sync.client import Client
-from logra_jax.sync.server import Server, check_python
+from logra_jax.sync.needs import TESTED, Needs, tested
+from logra_jax.sync.server import Server, vllm_version
 
 
 def check_files(config: Config, *, trains: bool) -> None:
     """Refuse missing files and columns, before anything that takes long. Raises UserError."""
     check_paths(config, trains=trains)
     data = config.data
-    for path in (data.train if trains else None, data.eval):
+    for path, held_out in ((data.train if trains else None, False), (data.eval, True)):
         if path is not None:
-            check_columns(resolve_path(path), [data.prompt_column, data.answer_column])
+            columns = [data.prompt_column, data.answer_column]
+            columns += [] if data.task_column is None else [data.task_column]
+            check_columns(resolve_path(path), columns, held_out=held_out)
 
 
 def read_model_config(config: Config) -> ModelConfig:
@@ -105,9 +112,10 @@ def make_grader(config: Config) -> Grader:
     return grader if distributed.alone() else SharedGrader(grader)
 
 
-def read_prompts(config: Config, path: str, tokenizer: Any, vocab_size: int) -> PromptSet:
-    """The tokenized prompts of a file."""
+def read_prompts(config: Config, key: Literal["train", "eval"], tokenizer: Any, vocab_size: int) -> PromptSet:
+    """The tokenized prompts of data.train or data.eval."""
     data = config.data
+    path = str(getattr(data, key))
     return load_prompts(
         resolve_path(path),
         tokenizer,
@@ -120,7 +128,35 @@ def read_prompts(config: Config, path: str, tokenizer: Any, vocab_size: int) -> 
         max_prompt_length=data.max_prompt_length,
         overlong=data.overlong,
         vocab_size=vocab_size,
+        held_out=key == "eval",
     )
+
+
+def gradable(config: Config, key: Literal["train", "eval"], prompts: PromptSet, grader: Grader) -> PromptSet:
+    """The prompts without those whose reference answer no answer could be compared with, which are listed.
+
+    Raises UserError if none is left.
+    """
+    bad = grader.unusable(prompts.columns)
+    if not bad:
+        return prompts
+    path = getattr(config.data, key)
+    said = "; ".join(f"row {prompts.ids[i] + 1}: {reason}" for i, reason in list(bad.items())[:5])
+    if len(bad) == len(prompts):
+        raise UserError(f"data.{key}={path}: no reference answer can be used: {said}")
+    if distributed.first():
+        note = (
+            f"note: data.{key}={path}: {len(bad)} of {len(prompts)} prompts are left out for their reference answers: "
+            f"{said}{' ...' if len(bad) > 5 else ''} (python -m logra_jax.data lists all)"
+        )
+        print(note, file=sys.stderr, flush=True)
+    return prompts.take([i for i in range(len(prompts)) if i not in bad])
+
+
+def tasks_of(config: Config, key: Literal["train", "eval"], prompts: PromptSet) -> list[str] | None:
+    """The task that each prompt belongs to; None where prompts have none."""
+    column = config.data.task_column or (TASK if is_mixture(str(getattr(config.data, key))) else None)
+    return None if column is None else [str(value) for value in prompts.columns[column]]
 
 
 def learning_rate(config: Config) -> optax.Schedule:
@@ -269,9 +305,18 @@ def abstract_packing(config: Config, mesh: jax.sharding.Mesh, prompt_width: int)
 
 
 def make_sampler(
-    config: Config, model: CausalLM, vocab_size: int, temperature: float, top_p: float, top_k: int = 0
+    config: Config,
+    model: CausalLM,
+    vocab_size: int,
+    temperature: float,
+    top_p: float,
+    top_k: int = 0,
+    group: int = 0,
 ) -> Sampler:
-    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
+    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share.
+
+    group: devices that share its products, see `sampling.groups`.
+    """
     return Sampler(
         model,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -283,7 +328,28 @@ def make_sampler(
         top_p=top_p,
         slots=config.rollout.slots,
         cache_dtype=config.rollout.cache_dtype,
+        tensor=group,
     )
+
+
+def check_servers(config: Config, shape: ModelConfig, prompt_width: int) -> None:
+    """Ask running servers, and the environment of those to start, whether they fit the run. Raises UserError."""
+    settings, rollout = config.vllm, config.rollout
+    if rollout.engine != "vllm":
+        return
+    if rollout.staleness and not distributed.alone():
+        raise UserError(
+            "rollout.staleness=1 is for runs of one process: several would have to grade together while they compute. "
+            "Set rollout.staleness=0"
+        )
+    needs = Needs(prompt_width, rollout.max_new_tokens, rollout.generations, shape.to_hf(config.model.compute_dtype))
+    if settings.urls:
+        found = {needs.check(Client(url, timeout=settings.timeout_s)) for url in settings.urls}
+    else:
+        found = {vllm_version(Path(str(settings.python)).expanduser())}
+    for version in sorted(found):
+        if not tested(version):
+            print(f"warning: vLLM {version} serves; tested with {TESTED}", file=sys.stderr, flush=True)
 
 
 def make_vllm_engine(
@@ -293,15 +359,29 @@ def make_vllm_engine(
     shapes: Mapping[str, tuple[int, ...]],
     write: Callable[[Any, Path], None],
     place: Callable[[Any], jax.Array],
+    interrupt: Callable[[], object] = lambda: None,
+) -> VllmEngine | SharedEngine:
+    """The servers of a run; arguments as in `VllmEngine` and `Server`, `write` one that all processes call.
+
+    Of several processes only one waits for servers, so that `interrupt`, which asks all, is not called. Raises
+    UserError.
+    """
+    make = partial(_vllm_engine, config, sampler, prompt_width, shapes)
+    return make(write, place, interrupt) if distributed.alone() else SharedEngine(make, write, place, sampler)
+
+
+def _vllm_engine(
+    config: Config,
+    sampler: Sampler,
+    prompt_width: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    write: Callable[[Any, Path], None],
+    place: Callable[[Any], Any],
+    interrupt: Callable[[], object] = lambda: None,
 ) -> VllmEngine:
-    """The servers of a run; arguments as in `VllmEngine`. Raises UserError."""
+    """The servers, as one process has them."""
     settings = config.vllm
     folder = Path(settings.folder or Path(config.out, "sync"))
-    if not distributed.alone():
-        raise UserError("rollout.engine=vllm is for runs of one process: set rollout.engine=jax, or start one process")
-    if settings.python is not None:
-        check_python(Path(settings.python).expanduser())
-
     each = settings.tensor_parallel
     gpus = settings.gpus.split(",") if settings.gpus is not None else []
 
@@ -311,12 +391,13 @@ def make_vllm_engine(
             "tensor_parallel": each,
             "max_length": prompt_width + sampler.max_new_tokens,
             "max_sequences": max(64, config.rollout.generations),
-            "more": settings.arguments,
+            "more": tuple(map(str, settings.arguments)),
         }
         return [
             Server(
                 Path(str(settings.python)).expanduser(), weights, folder / f"server-{i}.log", options=options,
-                start_seconds=settings.start_s, timeout=settings.timeout_s, folder=folder,
+                port=settings.port and settings.port + i, folder=folder,
+                start_seconds=settings.start_s, timeout=settings.timeout_s, interrupt=interrupt,
                 variables={"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} if gpus else {},
             )
             for i in range(settings.servers)
@@ -325,6 +406,7 @@ def make_vllm_engine(
     return VllmEngine(
         sampler,
         prompt_width=prompt_width,
+        answers=config.rollout.generations,
         write=write,
         place=place,
         folder=folder,

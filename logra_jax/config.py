@@ -183,7 +183,8 @@ def _as(kind: Any, value: Any) -> Any:
             value = "on" if value else "off"
         return value if value in typing.get_args(kind) else _NO
     if typing.get_origin(kind) is tuple:
-        return tuple(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else _NO
+        kinds = _alternatives(typing.get_args(kind)[0])
+        return tuple(value) if isinstance(value, list) and all(type(x) in kinds for x in value) else _NO
     if kind is float:
         return _as_float(value)
     return value if type(value) is kind else _NO
@@ -238,7 +239,7 @@ def check_paths(config: Config, trains: bool = True) -> None:
         files.append(("data.eval", config.data.eval))
     for key, value in files:
         if not value:
-            raise UserError(f"{key} is not set: give a JSONL or Parquet file")
+            raise UserError(f"{key} is not set: give a JSONL or Parquet file, or a mixture of tasks (YAML)")
         if not resolve_path(value).is_file():
             raise UserError(f"{key}={value}: no such file (current directory: {Path.cwd()})")
     if not config.model.path and config.model.preset is not None:

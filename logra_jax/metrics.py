@@ -20,7 +20,7 @@ METRICS = "metrics.jsonl"
 # One panel each; a curve is drawn if some row has its key.
 PANELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
     ("reward", False, ("reward/mean",)),
-    ("evaluation accuracy", False, ("eval/accuracy",)),
+    ("evaluation accuracy", False, ("eval/accuracy", "eval/macro_accuracy")),
     ("KL per update", True, ("kl/realized", "kl/predicted", "kl/budget")),
     ("answer length (tokens)", False, ("response/length",)),
     ("entropy (nats)", False, ("entropy",)),
@@ -218,7 +218,8 @@ def drop_rows(path: str | Path, step: int) -> None:
     fresh.replace(path)
 
 
-def _place(row: Mapping[str, Any], key: str) -> float:
+def place_of(row: Mapping[str, Any], key: str) -> float:
+    """Updates that were done before a row's value of `key` was measured."""
     at_evaluation = key.startswith("eval/") and "eval/updates" in row
     return row["eval/updates"] if at_evaluation else row["step"]
 
@@ -228,17 +229,15 @@ def draw_curves(metrics: str | Path, picture: str | Path) -> Path | None:
     rows = read_rows(metrics)
     panels = []
     for title, log, keys in PANELS:
-        curves = {key: [(_place(r, key), r[key]) for r in rows if r.get(key) is not None] for key in keys}
+        curves = {key: [(place_of(r, key), r[key]) for r in rows if r.get(key) is not None] for key in keys}
         if any(curves.values()):
             panels.append((title, log, {key: points for key, points in curves.items() if points}))
     if not panels:
         return None
     # Figure without pyplot: no window system, no global state, whatever backend the user has set
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.2 * len(panels), 3.2), layout="constrained")
-    FigureCanvasAgg(figure)
     for axis, (title, log, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for key, points in curves.items():
             # What is measured now and then gets marks that show where.
@@ -250,10 +249,17 @@ def draw_curves(metrics: str | Path, picture: str | Path) -> Path | None:
         axis.grid(alpha=0.3)
         if len(curves) > 1:
             axis.legend(fontsize=8)
-    fresh = Path(picture).with_suffix(".tmp.png")
-    figure.savefig(fresh, dpi=110)
-    fresh.replace(picture)
+    save_figure(figure, picture)
     return Path(picture)
+
+
+def save_figure(figure: Any, picture: str | Path) -> None:
+    """Write a matplotlib Figure as PNG, in one rename."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    fresh = Path(picture).with_suffix(".tmp.png")
+    FigureCanvasAgg(figure).print_figure(fresh, dpi=110)
+    fresh.replace(picture)
 
 
 def _start_wandb(mode: str, project: str, out: Path) -> Any:

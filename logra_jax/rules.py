@@ -9,7 +9,8 @@ from typing import Any
 
 from logra_jax.errors import UserError
 from logra_jax.models.presets import check_preset
-from logra_jax.settings import SETTINGS, Config, Reward, Setting
+from logra_jax.rl.tasks import is_mixture
+from logra_jax.settings import SETTINGS, Config, Setting
 
 # Two ways to say one thing.
 EXCLUSIVE = (("loss.micro_batch", "loss.token_budget"), ("optimizer.update_ratio", "optimizer.learning_rate"))
@@ -72,7 +73,7 @@ def check(config: Config) -> None:
     _check_optimizer(config)
     if "{prompt}" not in config.data.prompt_format:
         raise UserError(f"data.prompt_format={config.data.prompt_format!r} must contain {{prompt}}")
-    _check_reward(config.reward)
+    _check_reward(config)
 
 
 def conditions(only: str) -> list[tuple[str, str, str]]:
@@ -153,6 +154,21 @@ def _check_token_budget(config: Config) -> None:
         )
 
 
+# Arguments of a server that are none of vllm.arguments, and the settings that stand for them.
+_SERVERS_OWN = {
+    "--port": "vllm.port",
+    "--dtype": "vllm.dtype",
+    "--tensor-parallel-size": "vllm.tensor_parallel",
+    "-tp": "vllm.tensor_parallel",
+    "--host": None,
+    "--model": None,
+    "--served-model-name": None,
+    "--generation-config": None,
+    "--logprobs-mode": None,
+    "--worker-extension-cls": None,
+}
+
+
 def _check_vllm(config: Config) -> None:
     rollout, optimizer, model, vllm = config.rollout, config.optimizer, config.model, config.vllm
     if not vllm.urls and vllm.python is None:
@@ -169,11 +185,21 @@ def _check_vllm(config: Config) -> None:
                 f"rollout.{key}={_text(value)} cannot go with rollout.engine=vllm: its servers report probabilities "
                 "among the tokens that are left, and training needs those among all. Leave it out"
             )
+    if rollout.staleness:
+        _check_staleness(config)
     if vllm.gpus is not None and len(vllm.gpus.split(",")) != vllm.servers * vllm.tensor_parallel:
         raise UserError(
             f"vllm.gpus={vllm.gpus} does not name the {vllm.servers * vllm.tensor_parallel} GPUs of vllm.servers="
             f"{vllm.servers} with vllm.tensor_parallel={vllm.tensor_parallel} each"
         )
+    for word in vllm.arguments:
+        flag = str(word).partition("=")[0].replace("_", "-")
+        if flag in _SERVERS_OWN:
+            setting = _SERVERS_OWN[flag]
+            raise UserError(
+                f"vllm.arguments has {flag}, which the run gives itself: "
+                + (f"set {setting}" if setting else "leave it out")
+            )
     unfit = {
         "optimizer.name": optimizer.name != "logra",
         "optimizer.distribution": optimizer.distribution != "rademacher",
@@ -186,6 +212,20 @@ def _check_vllm(config: Config) -> None:
                 "optimizer.name=logra, optimizer.distribution=rademacher, and model.param_dtype=float32 or "
                 "model.rounding=residual. Set that, or vllm.full_every=1, which sends all weights at every update"
             )
+
+
+def _check_staleness(config: Config) -> None:
+    loss = config.loss
+    if loss.updates_per_batch != 1:
+        raise UserError(
+            f"rollout.staleness=1 cannot go with loss.updates_per_batch={loss.updates_per_batch}: the last of these "
+            "updates would be further from the answers. Set one of them to its default"
+        )
+    if loss.importance_cap is None:
+        raise UserError(
+            "rollout.staleness=1 learns from answers of other weights and needs loss.importance_cap, which weighs each "
+            "token by how much likelier it is now: 2 in the paper"
+        )
 
 
 def _check_optimizer(config: Config) -> None:
@@ -237,9 +277,16 @@ def _check_lora(config: Config) -> None:
         )
 
 
-def _check_reward(reward: Reward) -> None:
-    if reward.kind not in ("math", "exact") and not re.fullmatch(r"[\w.]+:\w+", reward.kind):
-        raise UserError(f"reward.kind={reward.kind!r}: expected math, exact, or module:function")
+def _check_reward(config: Config) -> None:
+    reward = config.reward
+    if reward.kind not in ("math", "exact", "reasoning_gym") and not re.fullmatch(r"[\w.]+:\w+", reward.kind):
+        raise UserError(f"reward.kind={reward.kind!r}: expected math, exact, reasoning_gym, or module:function")
+    for key, path in (("train", config.data.train), ("eval", config.data.eval)):
+        if reward.kind == "reasoning_gym" and path and not is_mixture(path):
+            raise UserError(
+                f"data.{key}={path} is no mixture of tasks (a .yaml file), which reward.kind=reasoning_gym is for: "
+                "give one, or set reward.kind to math, exact, or module:function"
+            )
     if reward.pattern is not None and _compile("reward.pattern", reward.pattern).groups < 1:
         raise UserError(f"reward.pattern={reward.pattern!r} needs a group, such as '#(.*)$', that holds the answer")
 

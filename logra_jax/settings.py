@@ -67,12 +67,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """Prompts, as JSONL or Parquet files; paths are relative to the current directory."""
+    """Prompts: JSONL or Parquet files, or YAML files that mix tasks; paths are relative to the current directory."""
 
     train: str = _f("", "file of training prompts (demo:... lies in the package)")
-    eval: str | None = _f(None, "file of held-out prompts; null: no evaluation")
+    eval: str | None = _f(None, "file of held-out prompts, of a mixture its held-out part; null: no evaluation")
     prompt_column: str = _f("prompt", "column that holds the prompt")
     answer_column: str = _f("answer", "column that holds the reference answer")
+    task_column: str | None = _f(
+        None, "column that names a row's task, for rewards and accuracies by task; null: in mixtures task, else none"
+    )
     template: Literal["chat", "plain"] = _f("chat", "apply the model's chat template, or take the text as it is")
     enable_thinking: bool | None = _f(
         None,
@@ -111,6 +114,21 @@ class Rollout:
     cache_dtype: Literal["float32", "bfloat16"] | None = _f(
         None, "number format of the keys and values of sampling; null: model.compute_dtype", only=_SAMPLES
     )
+    layout: Literal["auto", "train", "tensor"] = _f(
+        "auto",
+        "where weights lie while the built-in sampler is at work: as in training, put together for every token, or a "
+        "copy in model.compute_dtype per rollout, of which devices in groups split every product (tensor); auto: what "
+        "moves less between devices, and fits",
+        only=_SAMPLES,
+    )
+
+    staleness: int = _f(
+        0,
+        "updates that answers may be behind the weights that learn from them. 1: those of the next update are drawn "
+        "and graded while one is computed, which loss.importance_cap must make up for",
+        "[0, 1]",
+        _VLLM,
+    )
 
     @property
     def rows(self) -> int:
@@ -137,7 +155,10 @@ class Vllm:
         "should not see them. null: those that it sees",
         only=_STARTS,
     )
-    arguments: tuple[str, ...] = _f((), "further arguments of the servers, such as [--max-num-seqs=64]", only=_STARTS)
+    port: int = _f(0, "port of the first server; the others take the next ones. 0: free ones", "[0, 65535]", _STARTS)
+    arguments: tuple[str | int | float, ...] = _f(
+        (), "further arguments of the servers, such as [--max-num-seqs=64]", only=_STARTS
+    )
     start_s: float = _f(600.0, "seconds until a server that was started must answer", "(0, inf)", _STARTS)
     timeout_s: float = _f(600.0, "seconds that any one answer may take", "(0, inf)", _VLLM)
     folder: str | None = _f(
@@ -150,15 +171,26 @@ class Vllm:
         "[0, inf)",
         _VLLM,
     )
+    drift_every: int = _f(
+        10,
+        "updates between comparisons of the servers' log-probabilities of 8 prompts with the trainer's; where they are "
+        "apart by more than 5 times what they were after the last load of all weights, these are loaded. 0: never",
+        "[0, inf)",
+        _VLLM,
+    )
 
 
 @dataclass(frozen=True)
 class Reward:
     """How an answer is graded."""
 
-    kind: str = _f("math", "math, exact, or module:function of your own")
+    kind: str = _f(
+        "math", "math, exact, reasoning_gym (verifiers of a mixture's tasks), or module:function of your own"
+    )
     pattern: str | None = _f(
-        None, "regex, group 1 of its last match is the answer; null: all of the text", only="reward.kind=exact"
+        None,
+        "regex, group 1 of its last match is the answer; null: all of the text",
+        only="reward.kind=exact,reasoning_gym",
     )
     overlong_tokens: int = _f(
         0,
@@ -275,7 +307,12 @@ class KL:
     alpha_max: float = _f(3.0, "largest factor on the proposed update", "(0, inf)", _CONTROL)
     probe_responses: int = _f(8, "answers the prediction is made on", "[1, inf)", f"{_CONTROL} or {_CHECK}")
     probe_tokens: int = _f(4096, "tokens used of each of them", "[1, inf)", f"{_CONTROL} or {_CHECK}")
-    mismatch: bool = _f(True, "take the gap between sampler and trainer off the budget", only=_CONTROL)
+    mismatch: bool = _f(
+        True,
+        "take the gap between sampler and trainer off the budget; with rollout.staleness=1 the update in between is "
+        "part of it, and the budget is for the way from the weights that sampled",
+        only=_CONTROL,
+    )
     check_every: int = _f(10, "updates between measurements of the KL that really came out; 0: never", "[0, inf)")
     check_responses: int = _f(8, "answers used for that measurement", "[1, inf)", _CHECK)
 

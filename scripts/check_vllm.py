@@ -1,7 +1,7 @@
 """Updates go to a real vLLM server as factors and seeds; its log-probabilities are held against JAX's own weights.
 
     python scripts/check_vllm.py --python DIR/bin/python --model FOLDER
-        [--updates 20] [--tensor-parallel 1] [--rank 8] [--dtype float32] [--log FILE]
+        [--updates 20] [--tensor-parallel 1] [--pipeline-parallel 1] [--rank 8] [--dtype float32] [--log FILE]
 
 Factors are random, of a size that moves the policy visibly, with weight decay; so are updates of the last norm and of
 biases, which travel whole. Every update is applied by `logra_jax.apply_updates` here and sent there. Answers of 4
@@ -62,8 +62,8 @@ class Trainer:
         """Of all that updates bring, by name in the file."""
         return file_shapes(self.table, {path: leaf.shape for path, leaf in leaves_with_paths(self.train)})
 
-    def step(self) -> Update:
-        """One more update of the weights, as it travels."""
+    def step(self) -> dict[str, Any]:
+        """One more update of the weights: the arguments of `VllmEngine.advance`, arrays by path."""
         rng = np.random.default_rng(self.version)
         decay = jnp.float32(DECAY)
 
@@ -82,14 +82,18 @@ class Trainer:
         factors = {path_of(p): n.factor.astype(jnp.bfloat16) for p, n in nodes if isinstance(n, LowRank)}
         dense = {path: leaf for path, leaf in leaves_with_paths(self.train) if path not in self.matrices}
         self.version += 1
+        drawn = int(self.spec.redraw(self.version - 1))
+        return {
+            "version": self.version, "factors": factors, "dense": dense,
+            "seed": self.spec.seed, "drawn": drawn, "decay": float(decay),
+        }  # fmt: skip
+
+    def update(self) -> Update:
+        """`step` as it travels, by names."""
+        step = self.step()
+        factors = factors_by_name(self.table, step.pop("factors"))
         return Update(
-            base=self.version - 1,
-            version=self.version,
-            seed=self.spec.seed,
-            drawn=self.spec.redraw(self.version - 1),
-            decay=float(decay),
-            factors=factors_by_name(self.table, factors),
-            dense=dense_by_name(self.table, dense),
+            base=self.version - 1, factors=factors, dense=dense_by_name(self.table, step.pop("dense")), **step
         )
 
     def params(self) -> Any:
@@ -131,6 +135,12 @@ def difference(trainer: Trainer, params: Any, found: list[list[Completion]]) -> 
     return worst
 
 
+def on_cpu(ranks: int) -> dict[str, str]:
+    """Variables of a server of so many ranks on a CPU; other machines do not read them."""
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    return variables | ({"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))} if ranks > 1 else {})
+
+
 def check(client: Client, folder: Path, updates: int, rank: int) -> dict[str, Any]:
     """All figures of a running server that has the weights of `folder`."""
     trainer = Trainer(folder, rank)
@@ -139,7 +149,7 @@ def check(client: Client, folder: Path, updates: int, rank: int) -> dict[str, An
     report: dict[str, Any] = {"before": difference(trainer, start, answers(client, trainer, 0))}
     synced, worst, last = [], 0.0, None
     for number in range(updates):
-        last = trainer.step()
+        last = trainer.update()
         synced.append(client.sync(last))
         if number % 5 == 4 or number == updates - 1:
             found = answers(client, trainer, number)
@@ -166,7 +176,7 @@ def check(client: Client, folder: Path, updates: int, rank: int) -> dict[str, An
     with tempfile.TemporaryDirectory() as parent:
         save_hf(trainer.model, trainer.params(), Path(parent) / "all")
         client.reload(Path(parent) / "all", trainer.shapes(), trainer.version)
-    client.sync(trainer.step())
+    client.sync(trainer.update())
     report["after_reload"] = difference(trainer, trainer.params(), answers(client, trainer, 5))
     return report
 
@@ -179,18 +189,17 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--dtype", default="float32", help="the server's")
     parser.add_argument("--log", type=Path, default=Path("vllm.log"))
     arguments = parser.parse_args()
     positions = read_json(arguments.model, "config.json")["max_position_embeddings"]
-    options = {"tensor_parallel": arguments.tensor_parallel, "dtype": arguments.dtype}
-    options |= {"max_length": min(512, positions)}
-    options |= {"max_sequences": 16, "more": ["--enforce-eager"]}
-    # For a CPU; other machines do not read them.
-    threads = "|".join(map(str, range(arguments.tensor_parallel)))
-    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    if arguments.tensor_parallel > 1:
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = threads
+    # Several stages need vLLM's compiled mode.
+    more = [f"--pipeline-parallel-size={arguments.pipeline_parallel}"]
+    more += ["--enforce-eager"] if arguments.pipeline_parallel == 1 else []
+    options = {"tensor_parallel": arguments.tensor_parallel, "dtype": arguments.dtype, "more": more}
+    options |= {"max_length": min(512, positions), "max_sequences": 16}
+    variables = on_cpu(arguments.tensor_parallel * arguments.pipeline_parallel)
     with Server(arguments.python, arguments.model, arguments.log, options=options, variables=variables) as server:
         print(json.dumps(check(server.client, arguments.model, arguments.updates, arguments.rank)))
     return 0

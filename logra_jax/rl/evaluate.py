@@ -60,6 +60,7 @@ def evaluate(
     batch: int,
     samples: int = 1,
     ks: Sequence[int] = (),
+    tasks: Sequence[str] | None = None,
     seed: int = 0,
     update: int = 0,
     place: Callable[[np.ndarray], jax.Array | np.ndarray] = np.asarray,
@@ -70,7 +71,8 @@ def evaluate(
 
     decode: token ids to text. batch: prompts per call of the sampler; the last call is filled up with copies
     of the last prompt, which are not counted, so that one program serves all. ks: numbers k for pass@k, each
-    at most `samples`. seed, update: see `Sampler.generate`; keep them fixed to compare policies under equal
+    at most `samples`. tasks: what each prompt belongs to.
+    seed, update: see `Sampler.generate`; keep them fixed to compare policies under equal
     noise. place: puts an array [batch, ...] onto the devices; fetch: gets all of a tree of arrays back.
     after_batch: called after every batch, and may raise to stop.
 
@@ -78,7 +80,7 @@ def evaluate(
       accuracy: share of rewards of at least 1; reward: mean; pass@k: the unbiased estimate of the chance that
       one of k answers is right, mean over prompts with at least k graded answers; length: mean tokens, end
       token included, and cut_off: share that did not end by itself, both over all answers; dropped: answers
-      not graded.
+      not graded; with tasks, accuracy/TASK for each, and macro_accuracy, the mean of those.
 
     Raises UserError for an empty set of prompts, and for a k that is not in [1, samples].
     """
@@ -132,8 +134,22 @@ def evaluate(
     for k in ks:
         chances = [pass_at_k(int(n), int(c), k) for n, c in zip(tries, hits, strict=True) if n >= k]
         metrics[f"pass@{k}"] = float(np.mean(chances)) if chances else math.nan
+    if tasks is not None:
+        by_task = means_by_task(tasks, right.reshape(count, samples), graded.reshape(count, samples))
+        metrics |= {f"accuracy/{task}": mean for task, mean in by_task.items()}
+        metrics["macro_accuracy"] = float(np.mean(list(by_task.values()))) if by_task else math.nan
     records = [Record(*row) for row in zip(questions, texts, rewards.tolist(), strict=True)]
     return Evaluation(metrics, records)
+
+
+def means_by_task(tasks: Sequence[str], values: np.ndarray, valid: np.ndarray) -> dict[str, float]:
+    """Mean of the valid values [N, samples] of each task, of N prompts' `tasks`, by name; tasks with none left out."""
+    found: dict[str, float] = {}
+    for task in sorted(set(tasks)):
+        rows = np.array([name == task for name in tasks])
+        if (chosen := valid[rows]).any():
+            found[task] = float(values[rows][chosen].mean())
+    return found
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

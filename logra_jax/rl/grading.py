@@ -5,6 +5,8 @@ pipes that were its stdin and stdout; whatever graded code prints goes nowhere. 
 plain values only:
 
     kind math: {"seconds": 5.0, "gold": text, "completion": text} -> {"score": 1.0}
+        without a completion, whether the gold answer can be used -> {"score": 1.0}
+    kind reasoning_gym: {"seconds": 5.0, "entry": text, "completion": text, "pattern": text} -> {"score": 1.0}
     otherwise: {"seconds": 5.0, "prompts": [..], "completions": [..], "columns": {..}} -> {"scores": [..]}
 
 A reply is {"error": last line of the traceback and place} where the graded code raised, {"late": true} where
@@ -24,7 +26,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-MATH_MEMORY = 2 << 30  # bytes of address space for the answer checker
+MEMORY = 2 << 30  # bytes of address space for what checks single answers
 GRACE = 5.0  # seconds of CPU time past the limit after which the kernel ends this process
 
 
@@ -45,7 +47,7 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _sacrifice()
     try:
-        grade = _math() if kind == "math" else _function(kind)
+        grade = {"math": _math, "reasoning_gym": _task}.get(kind, lambda: _function(kind))()
     except Exception as error:
         _write(replies, {"error": _last_line(error)})
         return
@@ -56,22 +58,40 @@ def main() -> None:
 
 
 def _math() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    import logging
-    import resource
+    from logra_jax.rl.math_answer import BadGold, check_gold, score
 
-    from logra_jax.rl.math_answer import BadGold, score
-
-    logging.disable(logging.CRITICAL)
-    with contextlib.suppress(OSError, ValueError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY, MATH_MEMORY))
+    _be_modest()
 
     def grade(request: dict[str, Any]) -> dict[str, Any]:
         try:
+            if "completion" not in request:
+                check_gold(request["gold"])
+                return {"score": 1.0}
             return {"score": score(request["gold"], request["completion"])}
         except BadGold as error:
             return {"bad_gold": str(error)}
 
     return grade
+
+
+def _task() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    from logra_jax.rl.verifier import make_verifier
+
+    verify = make_verifier()
+    _be_modest()
+    return lambda request: {"score": verify(request["entry"], request["completion"], request["pattern"])}
+
+
+def _be_modest() -> None:
+    """Silence, and a limit on memory."""
+    import logging
+    import resource
+    import warnings
+
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    with contextlib.suppress(OSError, ValueError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def _function(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:

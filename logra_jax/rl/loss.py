@@ -49,11 +49,12 @@ class LossSettings:
 class LossSums(NamedTuple):
     """Sums over the valid tokens, float32 scalars without gradient.
 
-    They add up over the parts of a step and give means when divided by `tokens`. loss: the part of the
+    They add up over the parts of a step (`add_sums`) and give means when divided by `tokens`. loss: the part of the
     loss (already divided by the step's counts); clipped: tokens whose gradient the clip cuts; entropy: nats,
     at the sampling temperature; ratio: exp(logp - old); step_kl, reference_kl: k3 estimates of KL(new || old)
     and KL(new || reference), nats; importance: the truncated weight; capped: tokens whose weight was cut;
-    mismatch: rollout logp - old logp (the same weights twice, so that no update of this batch counts), nats, and
+    deviation: |exp(old - rollout) - 1|, how far the trainer's probability of a token is from the sampler's, before
+    any update of this batch; max_deviation: the largest of them, no sum; mismatch: rollout logp - old logp, nats, and
     ended_tokens: their number, both over rows that ended by themselves.
     """
 
@@ -66,8 +67,16 @@ class LossSums(NamedTuple):
     reference_kl: Array
     importance: Array
     capped: Array
+    deviation: Array
+    max_deviation: Array
     mismatch: Array
     ended_tokens: Array
+
+
+def add_sums(one: LossSums, other: LossSums) -> LossSums:
+    """The sums of two parts of a step together."""
+    largest = jnp.maximum(one.max_deviation, other.max_deviation)
+    return jax.tree.map(jnp.add, one, other)._replace(max_deviation=largest)
 
 
 def scaled_logits(
@@ -226,10 +235,12 @@ def policy_loss(
     clipped = mask & (clip < plain)
     surrogate = jnp.where(clipped, clip, plain)
 
+    apart = old - valid(rollout_logprobs)
+    deviation = jnp.abs(jnp.expm1(_bounded(apart)))
     weight = jnp.ones_like(ratio)
     capped = jnp.zeros_like(mask)
     if settings.importance_cap is not None:
-        raw = jnp.exp(_bounded(old - valid(rollout_logprobs)))
+        raw = jnp.exp(_bounded(apart))
         weight = jnp.minimum(raw, settings.importance_cap)
         capped = mask & (raw > settings.importance_cap)
     per_token = valid(-weight * surrogate)
@@ -251,7 +262,9 @@ def policy_loss(
         reference_kl=jnp.sum(kl),
         importance=jnp.sum(valid(weight)),
         capped=jnp.sum(capped, dtype=jnp.float32),
-        mismatch=jnp.sum(jnp.where(ended, valid(rollout_logprobs) - old, 0.0)),
+        deviation=jnp.sum(deviation),
+        max_deviation=jnp.max(deviation, initial=0.0),
+        mismatch=jnp.sum(jnp.where(ended, -apart, 0.0)),
         ended_tokens=jnp.sum(mask & ended, dtype=jnp.float32),
     )
     return loss, jax.lax.stop_gradient(sums)

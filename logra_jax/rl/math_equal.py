@@ -19,6 +19,8 @@ MAX_DIGITS = 50_000  # of any exact number that an answer may stand for
 MAX_TERMS = 10_000  # of a product, or of a power of a sum
 MIN_DIGITS = 6  # significant digits from which a decimal may stand for the number that it is a rounding of
 MAX_SET = 64  # members of a set that are matched one by one
+OPEN_ENDED = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit)
+PERCENT = sympy.UnevaluatedExpr(Rational(1, 100))
 PRECISION = 40  # decimal digits of numeric evaluation; numbers agree when they agree to 3/4 of them
 
 _FLIPPED = {GreaterThan: LessThan, LessThan: GreaterThan, StrictGreaterThan: StrictLessThan}
@@ -172,6 +174,8 @@ def _constant_ratio(a: Any, b: Any) -> Any:
     for first, second in _values(a, b):
         if not first.is_real or not second.is_real:
             continue
+        if first == 0 and second == 0:
+            continue
         if first == 0 or second == 0:
             return None
         if ratio is None:
@@ -199,8 +203,7 @@ def _identical(a: Any, b: Any) -> bool | None:
 
 def _values(a: Any, b: Any) -> Any:
     """Pairs of finite values of both expressions at fixed points, the symbols matched by name."""
-    open_ended = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit, AppliedUndef)
-    if a.has(*open_ended) or b.has(*open_ended):
+    if a.has(*OPEN_ENDED, AppliedUndef) or b.has(*OPEN_ENDED, AppliedUndef):
         return
     symbols = sorted(a.free_symbols | b.free_symbols, key=lambda symbol: symbol.name)
     places = {name: i for i, name in enumerate(dict.fromkeys(symbol.name for symbol in symbols))}
@@ -234,15 +237,16 @@ def _equal_numbers(a: Any, b: Any) -> bool | None:
         if written.has(Float) and isinstance(decimal, Rational) and _is_rounding(decimal, other):
             return True
     plain = [_without_percent(value) for value in (a, b)]
-    if (plain[0] is not a) != (plain[1] is not b) and all(isinstance(value, sympy.Integer) for value in plain):
-        return plain[0] == plain[1]  # 28 % where 28 is asked for, or the other way round
+    bare = [_exact(value) for value in plain]
+    if (plain[0] is not a) != (plain[1] is not b) and all(isinstance(value, Rational) for value in bare):
+        # 28 where 28 % is asked for, or the other way round: 0.28 % is no answer to 0.28, though
+        return bare[0] == bare[1] and (plain[0] is not a or bool(abs(bare[0]) >= 1))
     return False
 
 
 def _without_percent(expr: Any) -> Any:
-    percent = sympy.UnevaluatedExpr(Rational(1, 100))
-    if isinstance(expr, sympy.Mul) and len(expr.args) == 2 and expr.args[1] == percent:
-        return expr.args[0]
+    if isinstance(expr, sympy.Mul) and expr.args.count(PERCENT) == 1:
+        return sympy.Mul(*(part for part in expr.args if part != PERCENT))
     return expr
 
 

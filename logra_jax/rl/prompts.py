@@ -1,8 +1,8 @@
-"""Prompts: a JSONL or Parquet file in, left-padded token ids out; their order needs no state but a count."""
+"""Prompts: a file or a mixture of tasks in, left-padded token ids out; their order needs no state but a count."""
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from logra_jax.errors import UserError
+from logra_jax.rl.tasks import is_mixture, make_rows
 
 WIDTH_MULTIPLE = 8
 # Columns, and keys of a message's parts, that belong to the prompt in data sets for multimodal models.
@@ -78,8 +79,10 @@ class PromptOrder:
         return np.array([self._rows[i] for i in range(start, start + size)], dtype=np.int32).reshape(size)
 
 
-def check_columns(path: str | Path, wanted: Sequence[str]) -> list[str]:
+def check_columns(path: str | Path, wanted: Sequence[str], *, held_out: bool = False) -> list[str]:
     """The columns of a prompt file, read from its first row (JSONL) or its schema (Parquet): cheap.
+
+    A mixture of tasks is checked and made, which takes longer. held_out: see `load_prompts`.
 
     Raises UserError when a wanted column is absent, naming it and the columns found.
     """
@@ -87,7 +90,7 @@ def check_columns(path: str | Path, wanted: Sequence[str]) -> list[str]:
     if _is_parquet(path):
         found = list(_parquet(path, "read_schema").names)
     else:
-        first = next(_jsonl_rows(path), None)
+        first = next(read_rows(path, held_out=held_out), None)
         if first is None:
             raise UserError(f"{path} holds no rows")
         found = list(first[1])
@@ -122,8 +125,11 @@ def load_prompts(
     max_prompt_length: int,
     overlong: Literal["drop", "truncate"] = "drop",
     vocab_size: int,
+    held_out: bool = False,
 ) -> PromptSet:
-    """Reads, formats and tokenizes a prompt file (`.parquet`, anything else is JSONL in UTF-8).
+    """Reads, formats and tokenizes a prompt file (`.parquet`, `.yaml`, anything else is JSONL in UTF-8).
+
+    A YAML file is a mixture of tasks (`rl.tasks`); held_out says which part of it to take.
 
     The prompt column holds a string, put into `prompt_format` at `{prompt}`, or (template "chat" only) a list
     of chat messages, taken as it is. Images, videos and sounds, in a message or a column beside it, are refused.
@@ -145,14 +151,15 @@ def load_prompts(
         raise UserError(f"data.prompt_format {prompt_format!r} has no {{prompt}} in it")
     if max_prompt_length < 1:
         raise UserError(f"data.max_prompt_length must be at least 1, not {max_prompt_length}")
-    check_columns(path, [prompt_column] + ([] if answer_column is None else [answer_column]))
+    wanted = [prompt_column] + ([] if answer_column is None else [answer_column])
+    check_columns(path, wanted, held_out=held_out)
     encode = _encode_plain
     if template == "chat":
         encode = partial(_encode_chat, options=_template_options(tokenizer, enable_thinking))
 
     ids, tokens, texts, kept = [], [], [], []
     truncated = read = 0
-    for place, row in _rows(path):
+    for place, row in read_rows(path, held_out=held_out):
         number, read = read, read + 1
         _check_row(place, row, prompt_column, answer_column)
         if answer_column is not None:
@@ -298,7 +305,7 @@ def _is_parquet(path: Path) -> bool:
     return path.suffix.lower() == ".parquet"
 
 
-def _parquet(path: Path, part: Literal["read_schema", "read_table"]) -> Any:
+def _parquet(path: Path, part: Literal["read_schema", "ParquetFile"]) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -309,12 +316,16 @@ def _parquet(path: Path, part: Literal["read_schema", "read_table"]) -> Any:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place for messages, row), one row at a time."""
-    if not _is_parquet(path):
+def read_rows(path: Path, *, held_out: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place for messages, row), one row at a time, of a file of any kind. Raises UserError."""
+    if is_mixture(path):
+        rows: Iterable[dict[str, Any]] = make_rows(path, held_out=held_out)
+    elif _is_parquet(path):
+        rows = (row for batch in _parquet(path, "ParquetFile").iter_batches(1024) for row in batch.to_pylist())
+    else:
         yield from _jsonl_rows(path)
         return
-    for number, row in enumerate(_parquet(path, "read_table").to_pylist(), start=1):
+    for number, row in enumerate(rows, start=1):
         yield f"{path}: row {number}", row
 
 

@@ -5,31 +5,23 @@ model and scores 0.0; a reward FUNCTION that raises, hangs or returns no finite 
 fault, so the row is dropped (NaN) and counted, and so is a row whose gold answer cannot be used.
 """
 
-import contextlib
-import json
 import math
-import os
 import re
-import selectors
-import signal
-import subprocess
-import sys
-import time
-import weakref
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from logra_jax.errors import UserError
+from logra_jax.rl.tasks import ENTRY
+from logra_jax.rl.workers import Pool
 
 TAIL = 100_000  # characters of a completion that a grader sees, from its end
-START_SECONDS = 120.0  # for a worker to import what it needs
-MAX_STILLBORN = 3  # workers killed one after the other before they could work
-KILL_AFTER = 0.5  # seconds past the worker's own alarm
+FULL_LIMITS = 2  # late answers per worker and call, after which the others get less time
+INTEGER = re.compile(r"\s*-?\d{1,300}\s*", re.ASCII)  # a reference answer that needs no looking at
 ROW_ROUNDS = 8  # a failed batch is graded row by row for at most this many time limits
 
 
@@ -47,16 +39,19 @@ class Grader:
 
     def __init__(self) -> None:
         self.counts = RewardCounts()
+        self._one = threading.Lock()
 
     def grade(self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]) -> np.ndarray:
         """float32 [N] rewards in the order of the N completions; NaN = the row is to be dropped.
 
-        prompts: N texts. columns: N values each. Raises UserError when not one row could be graded.
+        prompts: N texts. columns: N values each. Of several threads, one at a time is served. Raises UserError when
+        not one row could be graded.
         """
         if any(len(values) != len(completions) for values in (prompts, *columns.values())):
             raise ValueError("prompts, completions and columns must have one entry per row")
-        scores, counts, reason = self._grade(list(prompts), [text[-TAIL:] for text in completions], columns)
-        self.counts = counts
+        with self._one:
+            scores, counts, reason = self._grade(list(prompts), [text[-TAIL:] for text in completions], columns)
+            self.counts = counts
         rewards = np.array(scores, dtype=np.float32)
         if len(rewards) and np.isnan(rewards).all():
             raise UserError(f"every reward failed ({len(rewards)} rows): {reason}")
@@ -67,6 +62,10 @@ class Grader:
     ) -> tuple[list[float], RewardCounts, str]:
         """Scores (NaN = dropped), counts, and the last reason for which a row was dropped."""
         raise NotImplementedError
+
+    def unusable(self, columns: dict[str, list[Any]]) -> dict[int, str]:
+        """Rows whose reference answer no answer could be compared with, and why; to be asked before training."""
+        return {}
 
     def close(self) -> None:
         """Ends the worker processes, if any. May be called again; also happens when the interpreter exits."""
@@ -84,12 +83,14 @@ def make_reward(
     r"""The grader of a reward kind.
 
     "math": 1.0 when the last complete \boxed{...} equals the answer column mathematically, else 0.0.
+    "reasoning_gym": what the verifier of the row's task gives (1.0 is right) for group 1 of the last match of
+        `pattern`, without one the completion. Rows of a mixture of tasks only (`rl.tasks`).
     "exact": 1.0 when group 1 of the last match of the regex `pattern` (without one: the completion) equals
         the answer column's text, spaces around both removed, else 0.0. In-process: keep the pattern simple.
     "module:function": function(prompts, completions, columns) -> N numbers, importable from the current
         directory, called once per batch in a worker process; row by row where that call raises or hangs.
 
-    timeout_s: seconds, per answer for "math", per call for a function. workers: processes, at least 1.
+    timeout_s: seconds, per answer for "math" and "reasoning_gym", per call for a function. workers: processes, >= 1.
     Raises UserError for an unknown kind and for a function that cannot be imported or called.
     """
     if not timeout_s > 0 or workers < 1:
@@ -97,49 +98,54 @@ def make_reward(
     if kind in ("math", "exact") and answer_column is None:
         raise UserError(f"reward.kind={kind} needs data.answer_column")
     if kind == "math":
-        return _MathGrader(str(answer_column), _Pool(kind, workers, timeout_s))
+        return _MathGrader(Pool(kind, workers, timeout_s), str(answer_column))
+    if kind == "reasoning_gym":
+        if pattern is not None:
+            _compile(pattern)
+        return _AnswerGrader(Pool(kind, workers, timeout_s), {"entry": ENTRY}, pattern=pattern)
     if kind == "exact":
         return _ExactGrader(str(answer_column), pattern)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", kind):
-        return _FunctionGrader(kind, _Pool(kind, workers, timeout_s), timeout_s)
-    raise UserError(f"reward.kind {kind!r} is not math, exact or module:function")
+        return _FunctionGrader(kind, Pool(kind, workers, timeout_s), timeout_s)
+    raise UserError(f"reward.kind {kind!r} is not math, exact, reasoning_gym or module:function")
 
 
 class _ExactGrader(Grader):
     def __init__(self, answer_column: str, pattern: str | None):
         super().__init__()
         self._answer_column = answer_column
-        try:
-            self._pattern = re.compile(r"\A([\s\S]*)\Z" if pattern is None else pattern)
-        except re.error as error:
-            raise UserError(f"reward.pattern {pattern!r} is not a regular expression: {error}") from None
-        if self._pattern.groups < 1:
-            raise UserError(f"reward.pattern {pattern!r} has no group; put the answer in parentheses")
+        self._pattern = _compile(r"\A([\s\S]*)\Z" if pattern is None else pattern)
 
     def _grade(
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
     ) -> tuple[list[float], RewardCounts, str]:
         scores = []
-        for completion, gold in zip(completions, _answers(columns, self._answer_column), strict=True):
+        for completion, gold in zip(completions, _texts(columns, self._answer_column), strict=True):
             matches = list(self._pattern.finditer(completion))
             answer = matches[-1][1] if matches else None
             scores.append(float(answer is not None and answer.strip() == gold.strip()))
         return scores, RewardCounts(), ""
 
 
-class _MathGrader(Grader):
-    def __init__(self, answer_column: str, pool: "_Pool"):
+class _AnswerGrader(Grader):
+    """Grades each answer on its own: one that cannot be graded is worth 0."""
+
+    def __init__(self, pool: Pool, columns: dict[str, str], **fixed: Any):
+        """columns: key of a request -> name of the column that it comes from; fixed: the same in every request."""
         super().__init__()
-        self._answer_column, self._pool = answer_column, pool
+        self._pool, self._columns, self._fixed = pool, columns, fixed
         pool.start(pool.size)
+
+    def _requests(self, columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+        given = [_texts(columns, name) for name in self._columns.values()]
+        return [{**dict(zip(self._columns, values, strict=True)), **self._fixed} for values in zip(*given, strict=True)]
 
     def _grade(
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
     ) -> tuple[list[float], RewardCounts, str]:
-        golds = _answers(columns, self._answer_column)
-        requests = [{"gold": g, "completion": c} for g, c in zip(golds, completions, strict=True)]
+        requests = [{**r, "completion": c} for r, c in zip(self._requests(columns), completions, strict=True)]
         scores, timeouts, errors, reason = [], 0, 0, ""
-        for reply in self._pool.run(requests):
+        for reply in self._pool.run(requests, full_limits=FULL_LIMITS * self._pool.size):
             if "score" in reply:
                 scores.append(reply["score"])
             elif "bad_gold" in reply:
@@ -155,8 +161,24 @@ class _MathGrader(Grader):
         self._pool.close()
 
 
+class _MathGrader(_AnswerGrader):
+    def __init__(self, pool: Pool, answer_column: str):
+        super().__init__(pool, {"gold": answer_column})
+
+    def unusable(self, columns: dict[str, list[Any]]) -> dict[int, str]:
+        requests = self._requests(columns)
+        golds = [r["gold"] for r in requests]
+        odd = sorted({gold for gold in golds if not INTEGER.fullmatch(gold)})
+        reasons = {}
+        for gold, reply in zip(odd, self._pool.run([{"gold": gold} for gold in odd]), strict=True):
+            if "score" not in reply:
+                late = f"it takes more than {self._pool.timeout_s:g} s to read"
+                reasons[gold] = str(reply.get("bad_gold") or reply.get("error") or late)
+        return {i: reasons[gold] for i, gold in enumerate(golds) if gold in reasons}
+
+
 class _FunctionGrader(Grader):
-    def __init__(self, kind: str, pool: "_Pool", timeout_s: float):
+    def __init__(self, kind: str, pool: Pool, timeout_s: float):
         super().__init__()
         self._kind, self._pool, self._timeout_s = kind, pool, timeout_s
         try:
@@ -207,175 +229,17 @@ class _FunctionGrader(Grader):
         self._pool.close()
 
 
-def _answers(columns: dict[str, list[Any]], name: str) -> list[str]:
+def _texts(columns: dict[str, list[Any]], name: str) -> list[str]:
     if name not in columns:
         raise UserError(f"no column {name!r} among {', '.join(columns) or 'none'}; set data.answer_column")
     return [str(value) for value in columns[name]]
 
 
-class _Worker:
-    """One process and what it is busy with: `task` is the number of its request, None when it has none."""
-
-    def __init__(self, kind: str):
-        # A fresh interpreter, not a fork: the trainer runs the threads of JAX, whose locks a fork would copy.
-        # Its own session keeps Ctrl-C away from it and lets a kill reach whatever it has started itself.
-        root = str(Path(__file__).parents[2])
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "logra_jax.rl.grading", kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.getenv("PYTHONPATH"))))},
-            start_new_session=True,
-        )
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.input, self.output = self.process.stdin, self.process.stdout
-        self.task: int | None = None
-        self.ready = False
-        self.deadline = time.monotonic() + START_SECONDS
-        self._received = b""
-
-    def send(self, task: int, request: dict[str, Any], seconds: float) -> None:
-        self.task, self.deadline = task, time.monotonic() + seconds + KILL_AFTER
-        message = json.dumps({**request, "seconds": seconds}, default=str).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):  # it died; the end of its output says so
-            self.input.write(message)
-            self.input.flush()
-
-    def receive(self) -> dict[str, Any] | None:
-        """The reply once complete, None before, {"error": ..} from an ended process. Call when readable."""
-        data = os.read(self.output.fileno(), 1 << 20)
-        self._received += data
-        if self._received.endswith(b"\n"):
-            reply, self._received = json.loads(self._received), b""
-            return reply
-        return None if data else {"error": "the grading process ended", "ended": True}
-
-    def close_input(self) -> None:
-        """Asks the process to end by itself."""
-        with contextlib.suppress(BrokenPipeError):
-            self.input.close()
-
-    def end(self, patience: float = 0.0) -> None:
-        """Lets the process end by itself for `patience` seconds, then kills it and its children."""
-        self.close_input()
-        if patience:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(patience)
-        if self.process.returncode is None:  # its number is still its own
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.output.close()
-
-
-class _Pool:
-    """Up to `size` workers of one kind; a request that hangs or kills its worker costs that request alone."""
-
-    def __init__(self, kind: str, size: int, timeout_s: float):
-        self._kind, self.size, self._timeout_s = kind, size, timeout_s
-        self._workers: list[_Worker] = []
-        self._stillborn = 0  # workers in a row that ended before they were ready
-        self._finalizer = weakref.finalize(self, _end_all, self._workers)
-
-    def start(self, count: int) -> None:
-        """Starts workers until there are `count`; does not wait for them."""
-        if not self._finalizer.alive:
-            raise RuntimeError("this grader is closed")
-        while len(self._workers) < count:
-            self._workers.append(_Worker(self._kind))
-
-    def wait_ready(self) -> None:
-        """Starts one worker and waits until it has imported what it grades with; UserError when it cannot."""
-        self.start(1)
-        self._serve([], [], math.inf, until_ready=True)
-
-    def run(self, requests: list[dict[str, Any]], seconds: float = math.inf) -> list[dict[str, Any]]:
-        """One reply per request, in order; {"late": True} for those not done `seconds` from now."""
-        self.start(min(self.size, len(requests)))
-        replies: list[dict[str, Any]] = [{"late": True}] * len(requests)
-        try:
-            self._serve(requests, replies, time.monotonic() + seconds)
-        except BaseException:
-            # An interrupted worker would answer the next call with this call's replies.
-            for worker in [w for w in self._workers if w.task is not None]:
-                self._drop(worker)
-            raise
-        return replies
-
-    def _serve(
-        self,
-        requests: list[dict[str, Any]],
-        replies: list[dict[str, Any]],
-        deadline: float,
-        until_ready: bool = False,
-    ) -> None:
-        waiting = list(range(len(requests)))[::-1]
-        once: set[int] = set()  # requests that already lost a worker
-        with selectors.DefaultSelector() as selector:
-            watched: set[_Worker] = set()
-            while True:
-                for worker in self._workers:
-                    if worker.ready and worker.task is None and waiting:
-                        task = waiting.pop()
-                        worker.send(task, requests[task], self._timeout_s)
-                pending = [w for w in self._workers if w.task is not None or not w.ready]
-                if not (waiting or any(w.task is not None for w in pending) or (until_ready and pending)):
-                    return
-                for worker in watched.difference(self._workers):  # first, as new pipes may reuse their numbers
-                    selector.unregister(worker.output)
-                for worker in set(self._workers).difference(watched):
-                    selector.register(worker.output, selectors.EVENT_READ, worker)
-                watched = set(self._workers)
-                patience = min(deadline, *(w.deadline for w in pending), math.inf) - time.monotonic()
-                for key, _ in selector.select(max(0.0, patience)):
-                    self._receive(key.data, replies, waiting, once)
-                now = time.monotonic()
-                for worker in [w for w in self._workers if w in pending and now > min(w.deadline, deadline)]:
-                    if not worker.ready and now > worker.deadline:
-                        raise UserError(f"reward.kind {self._kind}: a worker took {START_SECONDS} s to start")
-                    if worker.task is not None:
-                        self._drop(worker)  # its reply stays {"late": True}
-                if now > deadline:
-                    return
-                self.start(max(min(self.size, len(self._workers) + len(waiting)), int(until_ready)))
-
-    def _receive(self, worker: _Worker, replies: list[dict[str, Any]], waiting: list[int], once: set[int]) -> None:
-        reply = worker.receive()
-        if reply is None:
-            return
-        if not worker.ready:
-            if "error" not in reply:
-                worker.ready, self._stillborn = True, 0
-                return
-            self._drop(worker)
-            self._stillborn += 1
-            # One that was killed while it started (the system was out of memory, say) is replaced.
-            if "ended" in reply and worker.process.returncode < 0 and self._stillborn < MAX_STILLBORN:
-                return
-            raise UserError(f"reward.kind {self._kind} cannot be used: {reply['error']}")
-        task, worker.task = worker.task, None
-        if "ended" in reply:
-            self._drop(worker)
-            # The request may be innocent of the first death (the system was out of memory, say).
-            if task is not None and task not in once:
-                once.add(task)
-                waiting.append(task)
-                return
-        if task is not None:
-            replies[task] = reply
-
-    def _drop(self, worker: _Worker) -> None:
-        self._workers.remove(worker)
-        worker.end()
-
-    def close(self) -> None:
-        self._finalizer()
-
-
-def _end_all(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.close_input()
-    while workers:
-        workers.pop().end(patience=0.5)
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        found = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"reward.pattern {pattern!r} is not a regular expression: {error}") from None
+    if found.groups < 1:
+        raise UserError(f"reward.pattern {pattern!r} has no group; put the answer in parentheses")
+    return found

@@ -43,6 +43,20 @@ class SharedGrader(Grader):
         distributed.agree(error)
         return distributed.collect(np.asarray(scores, np.float32), len(completions)).tolist(), counts, reason
 
+    def unusable(self, columns: dict[str, list[Any]]) -> dict[int, str]:
+        """See `Grader.unusable`. Each process looks at its rows, and all leave out the same."""
+        count = len(next(iter(columns.values()), []))
+        own, error, found = distributed.own_rows(count), None, dict[int, str]()
+        try:
+            found = self._grader.unusable({name: values[own] for name, values in columns.items()})
+        except (UserError, OSError) as problem:
+            error = problem
+        distributed.agree(error)
+        bad = np.zeros(own.stop - own.start, np.float32)
+        bad[list(found)] = 1.0
+        rows = np.flatnonzero(distributed.collect(bad, count)).tolist()
+        return {i: found.get(i - own.start, "see the other processes") for i in rows}
+
     def close(self) -> None:
         """See `Grader.close`."""
         self._grader.close()

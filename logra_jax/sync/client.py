@@ -25,11 +25,12 @@ from logra_jax.sync import blob as blobs
 from logra_jax.sync.blob import Update
 
 # A larger blob goes through a file: as JSON text it is a third larger, and copied several times.
+QUICK = 30.0  # seconds for answers that take no work
 LARGEST_MESSAGE = 4 * 2**20
 
 
 class Unreachable(UserError):
-    """A server did not answer, or not in time; another one may."""
+    """A server did not answer, not in time, or as one that is failing; another one may."""
 
 
 class Completion(NamedTuple):
@@ -72,7 +73,8 @@ class Client:
         """The answer to a request, from JSON where it is that.
 
         Raises:
-          Unreachable: no answer. UserError: the server refused, with its reason.
+          Unreachable: no answer, or one of status 500 and above, as after the loss of a worker.
+          UserError: the server refused, with its reason.
         """
         data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
         headers = {"Content-Type": "application/json"}
@@ -82,7 +84,8 @@ class Client:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
             reason = " ".join(error.read().decode(errors="replace").split())[:500]
-            raise UserError(f"{self.url}{path}: the server answered {error.code}: {reason}") from None
+            kind = Unreachable if error.code >= 500 else UserError
+            raise kind(f"{self.url}{path}: the server answered {error.code}: {reason}") from None
         except (OSError, http.client.HTTPException) as error:
             cause, limit = getattr(error, "reason", None) or error, timeout or self.timeout
             raise Unreachable(f"{self.url}{path}: no answer ({cause!r}; limit {limit:g} s); is it running?") from None
@@ -102,12 +105,25 @@ class Client:
         Raises:
           UserError: it serves no policy.
         """
-        served = {card["id"]: card for card in self.call("/v1/models", method="GET")["data"]}
+        served = {card["id"]: card for card in self.call("/v1/models", method="GET", timeout=QUICK)["data"]}
         if self.model not in served:
             raise UserError(
                 f"{self.url} serves {', '.join(served)}, not {self.model!r}: start it as README, section on vLLM, says"
             )
         return served[self.model]["max_model_len"]
+
+    def describe(self) -> dict[str, Any]:
+        """What it serves, and how: the answer of `extension.LograWorkerExtension.logra_describe`.
+
+        Raises:
+          UserError: it was not started for this.
+        """
+        try:
+            found = self._ranks("logra_describe")
+        except UserError as error:
+            raise UserError(f"{error}; was it started as README, section on vLLM, says?") from None
+        self._all_ok(found, "cannot say what it serves")
+        return found[0]
 
     def _ranks(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
         """The answers of all ranks, in order; not all need be `ok`."""
@@ -265,13 +281,31 @@ class Client:
         found = self.call("/inference/v1/generate", body)
         return [self._completion(choice) for choice in sorted(found["choices"], key=lambda c: c["index"])]
 
+    def score(self, prompt: Sequence[int]) -> list[float]:
+        """Log-probabilities, nats, at temperature 1 and among all ids, of a prompt's tokens but the first.
+
+        Raises:
+          Unreachable, UserError: see `call`.
+        """
+        prompt = [int(i) for i in prompt]
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"model": self.model, "token_ids": prompt, "sampling_params": sampling}
+        found = self.call("/inference/v1/generate", body)["prompt_logprobs"]  # of the first token there is none
+        return [entry[str(token)]["logprob"] for entry, token in zip(found[1:], prompt[1:], strict=True)]
+
+    def abort(self, timeout: float = 5.0) -> None:
+        """Give up all answers that are being drawn; who waits for one gets an error."""
+        self.call("/pause?mode=abort", timeout=timeout)
+        self.call("/resume", timeout=timeout)
+
     def _completion(self, choice: Mapping[str, Any]) -> Completion:
         reason = choice["finish_reason"]
         if reason not in ("stop", "length"):
-            raise UserError(f"{self.url}: an answer ended with {reason!r}; was the server stopped or told to abort?")
+            raise Unreachable(f"{self.url}: an answer ended with {reason!r}; was the server stopped or told to abort?")
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        versions = choice.get("weight_versions") or [{"version": -1}]
-        return Completion(choice["token_ids"], logprobs, reason == "stop", int(versions[-1]["version"]))
+        versions = choice.get("weight_versions") or [{"version": ""}]
+        last = str(versions[-1]["version"])  # "default" before a plan
+        return Completion(choice["token_ids"], logprobs, reason == "stop", int(last) if last.isdecimal() else -1)
 
 
 def uncovered(shape: Sequence[int], parts: Iterable[Sequence[Sequence[int]]]) -> str:

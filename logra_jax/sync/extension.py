@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import vllm
 from vllm.model_executor.layers import utils
 from vllm.platforms import current_platform
 
@@ -60,6 +62,7 @@ class LograWorkerExtension:
     # the worker's own
     rank: int
     model_runner: Any
+    vllm_config: Any
     reload_weights: Callable[..., None]
 
     @_answer
@@ -89,6 +92,23 @@ class LograWorkerExtension:
             self.logra_weights.broken = "weights are being loaded"
         self.reload_weights(weights_path=path)
         return {}
+
+    @_answer
+    def logra_describe(self) -> Mapping[str, Any]:
+        """What is served, and how: versions and sizes, for `needs.Needs`."""
+        served, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        scheduler = self.vllm_config.scheduler_config
+        return {
+            "vllm": vllm.__version__,
+            "model": json.loads(json.dumps(served.hf_text_config.to_dict(), default=str)),
+            "dtype": str(served.dtype).removeprefix("torch."),
+            "max_num_seqs": scheduler.max_num_seqs,
+            # Tokens at a time where a prompt may be processed in pieces, else 0.
+            "piece": scheduler.max_num_batched_tokens if scheduler.enable_chunked_prefill else 0,
+            "cpu": current_platform.is_cpu(),
+            "tensor_parallel": parallel.tensor_parallel_size,
+            "pipeline_parallel": parallel.pipeline_parallel_size,
+        }
 
     @_answer
     def logra_status(self) -> Mapping[str, Any]:

@@ -8,15 +8,17 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 from logra_jax.errors import UserError
+from logra_jax.sync import keeper
 from logra_jax.sync.client import Client
 
 EXTENSION = "logra_jax.sync.extension.LograWorkerExtension"
@@ -74,6 +76,25 @@ def check_python(python: str | Path) -> None:
         raise UserError(f"{python} is no interpreter that can be run: name the python of an environment with vLLM")
 
 
+def vllm_version(python: str | Path) -> str:
+    """Of the interpreter's environment, which is not loaded for that. Raises UserError if there is none."""
+    check_python(python)
+    asked = (
+        "from importlib import metadata, util; names = metadata.packages_distributions().get('vllm', [])\n"
+        "print(*map(metadata.version, names) if names else ['unknown'] if util.find_spec('vllm') else [])"
+    )
+    try:
+        told = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"{python} is no interpreter that can be run ({error})") from None
+    if told.returncode or not told.stdout.strip():
+        raise UserError(
+            f"{python} has no vLLM: install it there (docs.vllm.ai, Installation; on a CPU `bash "
+            f"scripts/install_vllm_cpu.sh FOLDER` does) or name another interpreter. {told.stderr[-300:]}".strip()
+        )
+    return told.stdout.split()[0]
+
+
 class Server:
     """A context: the server runs inside of it, and `client` speaks to it.
 
@@ -90,6 +111,7 @@ class Server:
       options: further arguments of `command`.
       variables: of the environment, over `environment`'s.
       folder, timeout: see `Client`.
+      interrupt: called while it starts, and may raise to give up.
     """
 
     def __init__(
@@ -105,27 +127,30 @@ class Server:
         variables: Mapping[str, str] | None = None,
         folder: Path | None = None,
         timeout: float = 600.0,
+        interrupt: Callable[[], object] = lambda: None,
     ) -> None:
         check_python(python)
         if not (Path(model) / "config.json").is_file():
             raise UserError(f"{model} is no folder of a Hugging Face model: it has no config.json")
         self.port = _free_port(host, port)
-        self.log, self._start_seconds = Path(log), start_seconds
+        self.log, self._start_seconds, self._interrupt = Path(log), start_seconds, interrupt
         self.client = Client(f"http://{host}:{self.port}", timeout=timeout, folder=folder)
         self._command = command(python, Path(model).resolve(), self.port, host=host, **(options or {}))
         self._variables = dict(variables or {})
         self._process: subprocess.Popen | None = None
+        self._earlier = 0  # bytes in the log before the present start
 
     def __enter__(self) -> Server:
         # Only this package is shown to the other environment, not what is installed beside it.
         self._package = tempfile.TemporaryDirectory(prefix="logra_jax-")
         (Path(self._package.name) / "logra_jax").symlink_to(Path(__file__).resolve().parents[1])
         variables = environment(Path(self._package.name)) | self._variables
-        with self.log.open("wb") as log:
+        with self.log.open("ab" if self._earlier else "wb") as log:
             # A session of its own: an interrupt from the keyboard is the trainer's, which then stops the server.
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
-            )
+                [sys.executable, "-I", keeper.__file__, *self._command],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, env=variables, start_new_session=True,
+            )  # fmt: skip
         atexit.register(self.stop)
         try:
             self._wait()
@@ -138,11 +163,18 @@ class Server:
         assert self._process is not None
         end = time.monotonic() + self._start_seconds
         while not self.client.healthy():
+            self._interrupt()
             if (code := self._process.poll()) is not None:
                 raise UserError(f"the vLLM server ended with code {code} before it answered; {self._last_words()}")
             if time.monotonic() > end:
                 raise UserError(f"the vLLM server did not answer in {self._start_seconds:g} s; {self._last_words()}")
             time.sleep(0.25)
+
+    def restart(self) -> None:
+        """Start it again, at the same port, with the weights that are in its folder now; the log goes on."""
+        self.stop()
+        self._earlier = self.log.stat().st_size if self.log.exists() else 0
+        self.__enter__()
 
     def check(self) -> None:
         """Raise UserError if the server has ended by itself."""
@@ -150,7 +182,7 @@ class Server:
             raise UserError(f"the vLLM server has ended with code {code}; {self._last_words()}")
 
     def _last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self.log.read_bytes()[self._earlier :].decode(errors="replace").splitlines()
         errors = [line for line in lines if re.search(r"Error: .", line) and "root cause above" not in line]
         found = errors[-3:] or lines[-5:]
         return f"see {self.log}:\n" + "\n".join(found)
@@ -167,6 +199,8 @@ class Server:
         with suppress(ProcessLookupError):  # workers outlive their server when it is ended the hard way
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        assert process.stdin is not None
+        process.stdin.close()  # not before: at its end the keeper would not wait as long
         self._package.cleanup()
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ from tiny import TINY
 
 from logra_jax.errors import UserError
 from logra_jax.models import CausalLM
-from logra_jax.rl.evaluate import evaluate, pass_at_k
+from logra_jax.rl.evaluate import evaluate, means_by_task, pass_at_k
 from logra_jax.rl.rollout import Rollout, Sampler
 
 END = 9
@@ -101,6 +101,22 @@ def test_counts(batch):
         "pass@2": pytest.approx((2 / 3 + 1 + 0) / 3),
         "pass@3": 1.0,  # of the prompts with three graded answers, both have a right one
     }
+
+
+def test_accuracies_by_task_and_their_mean():
+    scores = {("q0", "12"): 1.0, ("q1", "2"): 1.0, ("q1", "22"): 0.9, ("q1", "777"): math.nan}
+    scores |= dict.fromkeys([("q2", "5"), ("q2", "1"), ("q2", "12")], math.nan)
+    metrics, _ = evaluate(
+        PlayedBack(), None, make_prompts(), Table(scores), decode=decode, batch=2, samples=3, tasks=["b", "a", "c"]
+    )
+    # One of three answers to q0, one of two graded ones to q1; no answer to q2, the only prompt of c, was graded.
+    assert metrics["accuracy"] == pytest.approx(2 / 5)
+    assert metrics["accuracy/a"] == pytest.approx(1 / 2)
+    assert metrics["accuracy/b"] == pytest.approx(1 / 3)
+    assert "accuracy/c" not in metrics
+    assert metrics["macro_accuracy"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    rewards = np.array([[1.0, 0.0], [0.5, np.nan], [0.0, 1.0]])
+    assert means_by_task(["x", "y", "x"], rewards, np.isfinite(rewards)) == {"x": 0.5, "y": 0.5}
 
 
 def test_pass_at_k_is_the_share_of_all_choices():

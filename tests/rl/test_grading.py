@@ -1,5 +1,6 @@
 r"""Which answers are right. Graded by real workers, whole table at once, as the trainer does."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -10,13 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from logra_jax.rl.math_answer import BadGold, last_box, score
+from logra_jax.rl.math_answer import BadGold, check_gold, last_box, score
 from logra_jax.rl.reward import make_reward
 
 CASES = Path(__file__).parents[1] / "cases/grader.jsonl"
 # Reports about neighbouring graders; a score marked `policy` is a choice made here: the last box counts, no
 # box earns nothing, symbols ignore case, a gold answer that cannot be evaluated drops the row (null).
 ROWS = [json.loads(line) for line in CASES.read_text().splitlines()]
+# By kind of answer, each with a verdict reasoned from mathematics, or from a policy that `why` names.
+KINDS = [json.loads(line) for line in CASES.with_name("grader_kinds.jsonl").read_text("utf-8").splitlines()]
 
 # gold, content of the box, right score
 PAIRS = [
@@ -156,6 +159,53 @@ def test_pair(paired, number):
     assert paired[number] == PAIRS[number][2]
 
 
+def test_pairs_by_kind(grader):
+    texts = [row["completion"] if "completion" in row else f"so \\boxed{{{row['box']}}}." for row in KINDS]
+    found = grader.grade([""] * len(KINDS), texts, {"answer": [row["gold"] for row in KINDS]})
+    wrong = [row for row, score in zip(KINDS, found.tolist(), strict=True) if score != row["score"]]
+    assert wrong == []
+    assert len(KINDS) > 300
+    # A reference answer that is judged must be one that may be in a file. One is compared by its text alone.
+    assert len(grader.unusable({"answer": [row["gold"] for row in KINDS]})) == 1
+
+
+def test_hostile_answers_do_not_hold_up_the_others(grader):
+    """One in a hundred, of kinds that would take for ever: the batch takes seconds (scripts/check_grader.py)."""
+    spec = importlib.util.spec_from_file_location("check_grader", Path(__file__).parents[2] / "scripts/check_grader.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    hostile = [text % 7 for text in script.HOSTILE]
+    texts = [*hostile, *(f"\\boxed{{{n % 10}}}" for n in range(100 * len(hostile)))]
+    start = time.monotonic()
+    found = grader.grade([""] * len(texts), texts, {"answer": ["3"] * len(texts)})
+    assert time.monotonic() - start < 30.0
+    assert found.tolist() == [0.0] * len(hostile) + [float(n % 10 == 3) for n in range(100 * len(hostile))]
+
+
+def test_integrals_sums_and_limits_are_no_answers_unless_asked_for():
+    assert score("5050", r"\boxed{\sum_{k=1}^{100} k}") == 0.0
+    assert score("2", r"\boxed{\int_0^2 1\,dx}") == 0.0
+    assert score(r"\sum_{k=1}^{n} k^2", r"\boxed{\sum_{j=1}^{n} j^2}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "empty"),
+        ("$ $", "empty"),
+        (r"\frac{1}{", "neither mathematics"),
+        ("9^{9^{9^{9}}}", "too large"),
+        ("1+" * 400 + "1", "over 600 characters"),
+        ("(" * 30 + "1" + ")" * 30, "20 deep"),
+    ],
+)
+def test_unusable_reference_answers(text, reason):
+    with pytest.raises(BadGold, match=reason):
+        check_gold(text)
+    for fine in ("5", r"\text{east}", "no solution", "12:00", r"x\in[1,2]", r"\boxed{\frac12}", "O'Brien", r"25\%"):
+        check_gold(fine)
+
+
 @pytest.mark.parametrize(
     ("text", "content"),
     [
@@ -212,7 +262,7 @@ def test_worker_modules_import_no_jax():
 
 
 def test_memory_of_the_checker_is_limited():
-    code = "from logra_jax.rl import grading; grading._math(); bytearray(3 << 30)"
+    code = "from logra_jax.rl import grading; grading._be_modest(); bytearray(3 << 30)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "MemoryError" in out.stderr
 

@@ -1,5 +1,7 @@
 """Log-probabilities and policy loss against numpy in float64, and the properties an update relies on."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logra_jax.rl.loss import LossSettings, entropy_of, policy_loss, token_logprobs, token_weights
+from logra_jax.rl.loss import LossSettings, add_sums, entropy_of, policy_loss, token_logprobs, token_weights
 
 NO_CLIP = {"clip_low": None, "clip_high": None}
 
@@ -221,7 +223,7 @@ class TestPolicyLoss:
         pieces = [grad(rows["logprobs"], slice(i, None, parts)) for i in range(parts)]
         assert sum(float(p[0][0]) for p in pieces) == pytest.approx(float(whole), rel=1e-5)
         np.testing.assert_allclose(sum(p[1] for p in pieces), gradient, atol=1e-7)
-        total = jax.tree.map(lambda *xs: float(sum(xs)), *(p[0][1] for p in pieces))
+        total = functools.reduce(add_sums, (p[0][1] for p in pieces))
         np.testing.assert_allclose(total, sums, rtol=1e-5)
 
     @pytest.mark.parametrize(("aggregation", "ratio"), KINDS)
@@ -363,13 +365,15 @@ class TestPolicyLoss:
             "reference_kl": np.exp(gap) - gap - 1,
             "importance": np.minimum(weight, 1.2),
             "capped": weight > 1.2,
+            "deviation": np.abs(weight - 1),
             "mismatch": (host["rollout_logprobs"] - host["old_logprobs"]) * host["ended"],
             "ended_tokens": host["ended"],
         }
-        assert set(want) | {"loss"} == set(sums._fields)
+        assert set(want) | {"loss", "max_deviation"} == set(sums._fields)
         for name, values in want.items():
             assert float(getattr(sums, name)) == pytest.approx((values * mask).sum(), rel=1e-5, abs=1e-6), name
         assert float(sums.loss) == float(loss)
+        assert float(sums.max_deviation) == pytest.approx((np.abs(weight - 1) * mask).max(), rel=1e-5)
         assert 0 < float(sums.clipped) < float(sums.tokens)
         assert 0 < float(sums.capped) < float(sums.tokens)
 

@@ -11,6 +11,7 @@ import pytest
 
 from logra_jax.errors import UserError
 from logra_jax.rl.reward import RewardCounts, make_reward
+from logra_jax.rl.workers import Pool
 
 FUNCTIONS = '''
 import os, signal, sys, time
@@ -160,8 +161,8 @@ def test_a_batch_of_hangs_ends_in_bounded_time(here):
         ("my_rewards:missing", "missing"),
         ("my_rewards:number", "not callable"),
         ("no_such_module:f", "No module named 'no_such_module'$"),
-        ("mathe", "mathe.*math, exact or module:function"),
-        ("my rewards:f", "math, exact or module:function"),
+        ("mathe", "mathe.*math, exact, reasoning_gym or module:function"),
+        ("my rewards:f", "math, exact, reasoning_gym or module:function"),
     ],
 )
 def test_unusable_kinds_are_refused_at_once(here, kind, message):
@@ -235,6 +236,25 @@ def test_a_batch_of_hostile_answers_ends_soon(maths):
     rewards = maths.grade([""] * 65, [*hostile * 16, r"\boxed{2}"], {"answer": ["2"] * 65})
     assert rewards.tolist() == [0.0] * 64 + [1.0]
     assert time.monotonic() - start < 20.0
+
+
+def test_after_many_late_answers_the_others_get_less_time(here):
+    pool = Pool("my_rewards:reward", 1, 1.0)
+    request = lambda text: {"prompts": [""], "completions": [text], "columns": {"answer": [""]}}
+    pool.wait_ready()
+    start = time.monotonic()
+    replies = pool.run([request(text) for text in ["hang"] * 12 + ["a"]], full_limits=2)
+    assert 2.0 < time.monotonic() - start < 8.0  # 2 whole seconds and 10 tenths; 12 without the limit
+    pool.close()
+    assert replies == [{"late": True}] * 12 + [{"scores": [1.0]}]
+
+
+def test_reference_answers_are_looked_at_before_training(maths):
+    golds = ["1", " -20 ", "9^{9^{9^{9}}}", r"\frac{1}{2}", "", r"\int_0^1 x^{x^{x^{x}}} dx"]
+    bad = maths.unusable({"answer": golds})
+    assert list(bad) == [2, 4]
+    assert "too large" in bad[2]
+    assert "empty" in bad[4]
 
 
 def test_a_worker_that_vanished_costs_nobody_a_reward(maths):

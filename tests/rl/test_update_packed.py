@@ -11,7 +11,7 @@ from logra_jax import optim
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM
 from logra_jax.rl.batch import Batch
-from logra_jax.rl.loss import LossSettings, policy_loss, token_weights
+from logra_jax.rl.loss import LossSettings, add_sums, policy_loss, token_weights
 from logra_jax.rl.packing import Packing, pack, read_slots
 from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.rollout import completion_mask
@@ -119,7 +119,7 @@ def test_loss_and_its_gradient(aggregation, options, old):
     for number in range(int(batch.packing.passes)):
         slots = read_slots(batch.packing.source[number], PROMPT + NEW, PROMPT)
         (one, found), own = jax.value_and_grad(part, has_aux=True)(slots.of_completion(logprobs), slots)
-        total, total_sums = total + one, jax.tree.map(jnp.add, total_sums, found)
+        total, total_sums = total + one, add_sums(total_sums, found)
         collected = slots.put(own, collected)
     np.testing.assert_allclose(total, loss, rtol=1e-5)
     np.testing.assert_allclose(total_sums, sums, rtol=1e-5)

