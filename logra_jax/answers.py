@@ -2,13 +2,14 @@
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from logra_jax.mesh import fetch
 from logra_jax.rl.ahead import Drawn
-from logra_jax.rl.prompts import PromptSet
+from logra_jax.rl.dynamic_sampling import fill_groups
 from logra_jax.signals import StopFlag
 from logra_jax.sync.client import Unreachable
 
@@ -29,8 +30,23 @@ class Answers:
         self._ahead = self._rollout.staleness > 0
         self._drawn: Drawn | None = None  # for the next update, not yet learnt from
 
-    def _prompts(self, consumed: int) -> PromptSet:
-        return self._run.prompts.take(self._run.order.rows(consumed, self._rollout.prompts))
+    def _draw(self, step: int, consumed: int, check: Callable[[], object], spent: list[float]) -> Drawn:
+        """The answers of update `step`. Adds the seconds of sampling and grading to `spent`."""
+        run, size = self._run, self._rollout.prompts
+
+        def one(number: int) -> Drawn:
+            started, rows = time.perf_counter(), run.order.rows(consumed + number * size, size)
+            prompts = run.prompts.take(rows)
+            rollout = run.generate(prompts, step)
+            fetch(rollout.lengths)  # waits for the rollout
+            sampled = time.perf_counter()
+            check()
+            rewards = run.grade(prompts, rollout)
+            spent[0] += sampled - started
+            spent[1] += time.perf_counter() - sampled
+            return Drawn(rollout, rewards, rows, size, float(np.nanmean(rewards)))
+
+        return fill_groups(one, self._rollout.dynamic_sampling, run.place)
 
     def next(self, state: "TrainState", step: int, consumed: int) -> tuple[Drawn, dict[str, Any]]:
         """Those of update `step`, whose prompts are the next after `consumed`, and metrics. Begins the ones after."""
@@ -38,20 +54,16 @@ class Answers:
         self._wait()
         # Servers get new weights while they draw nothing: every answer is one version's.
         found = run.follow(state, step)
-        drawn, sampled = self._drawn, time.perf_counter()
+        drawn, spent = self._drawn, [time.perf_counter() - started, 0.0]
         if drawn is None:
-            prompts = self._prompts(consumed)
-            rollout = run.sample(state, prompts, update=step)
-            fetch(rollout.lengths)  # waits for the rollout
-            sampled = time.perf_counter()
-            self._stop.check()
-            drawn = Drawn(rollout, run.grade(prompts, rollout))
-        graded = time.perf_counter()
+            drawn = self._draw(step, consumed, self._stop.check, spent)
         if self._ahead:
-            self._drawn = drawn
+            self._drawn, then = drawn, consumed + drawn.consumed
             if step + 1 < run.config.steps:
-                run.draw_ahead(self._prompts(consumed + self._rollout.prompts), step + 1)
-        return drawn, found | {"time/rollout_s": sampled - started, "time/reward_s": graded - sampled}
+                run.draw_ahead(step + 1, lambda: self._draw(step + 1, then, lambda: None, [0.0, 0.0]))
+        if self._rollout.dynamic_sampling:
+            found |= {"rollout/prompts": drawn.consumed, "reward/drawn_mean": drawn.mean_reward}
+        return drawn, found | {"time/rollout_s": spent[0], "time/reward_s": spent[1]}
 
     def used(self) -> None:
         """The newest ones are about to be learnt from."""
@@ -76,7 +88,9 @@ class Answers:
 
     def take_over(self, saved: dict[str, np.ndarray], consumed: int) -> None:
         """Go on with saved answers, unless this run asks for others."""
-        tokens, n = self._prompts(consumed).tokens, self._rollout.generations
+        order = self._run.order.rows(consumed, int(saved["consumed"]))
+        same = len(saved["rows"]) == self._rollout.prompts and bool(np.isin(saved["rows"], order).all())
+        tokens, n = self._run.prompts.take(saved["rows"] if same else []).tokens, self._rollout.generations
         shape = len(tokens) * n, tokens.shape[1] + self._rollout.max_new_tokens
         if not self._ahead:
             why = "rollout.staleness is 0 now"

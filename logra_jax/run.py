@@ -238,23 +238,14 @@ class Run(Evaluator):
         self.engine.sync(self.params(state), version=step)
         return {}
 
-    def sample(self, state: TrainState, prompts: PromptSet, update: int) -> Rollout:
-        """Answers to a batch of prompts under the present policy, N = prompts x generations rows."""
-        self.engine.sync(self.params(state), version=update)
-        return self._generate(prompts, update)
-
-    def draw_ahead(self, prompts: PromptSet, update: int) -> None:
-        """Begin to draw and grade the answers for an update under the engine's weights, in the background."""
-
-        def draw() -> Drawn:
-            rollout = self._generate(prompts, update)
-            return Drawn(rollout, self.grade(prompts, rollout))
-
+    def draw_ahead(self, update: int, draw: Callable[[], Drawn]) -> None:
+        """Begin to draw the answers for an update, from `generate` and `grade`, in the background."""
         assert isinstance(self.engine, VllmEngine)
         self.engine.let_go()
         self.ahead.start(update, draw)
 
-    def _generate(self, prompts: PromptSet, update: int) -> Rollout:
+    def generate(self, prompts: PromptSet, update: int) -> Rollout:
+        """Answers to a batch of prompts under the engine's weights, N = prompts x generations rows."""
         return self.engine.generate(
             self.place(prompts.tokens),
             self.place(prompts.lengths),
@@ -276,9 +267,11 @@ class Run(Evaluator):
         repeated = prompts.take(np.repeat(np.arange(len(prompts)), n))
         return self.grader.grade(repeated.texts, texts, repeated.columns).reshape(len(prompts), n)
 
-    def advantages(self, rewards: np.ndarray, baseline: float) -> tuple[advantage.Advantages, float]:
+    def advantages(self, rollout: Rollout, rewards: np.ndarray, baseline: float) -> tuple[advantage.Advantages, float]:
         """Advantages, and the running baseline after these rewards (unchanged by the other estimators)."""
-        settings = self.config.advantage
+        settings, span = self.config.advantage, self.config.reward.overlong_tokens
+        lengths = fetch(rollout.lengths).reshape(rewards.shape)
+        rewards = rewards + advantage.overlong_penalty(lengths, self.config.rollout.max_new_tokens, span)
         if settings.estimator == "running_baseline":
             return advantage.running_baseline(
                 rewards, baseline, weight=settings.baseline_weight, failure_reward=settings.failure_reward
@@ -289,17 +282,20 @@ class Run(Evaluator):
 
     def batch(self, rollout: Rollout, advantages: advantage.Advantages, state: TrainState) -> Batch:
         """The rows to learn from, with log-probabilities if several updates or a reference KL need them."""
+        valid = advantages.valid.reshape(-1)
+        if self.config.loss.skip_cut_off:
+            valid = valid & fetch(rollout.stopped)
         batch = Batch(
             tokens=rollout.tokens,
             prompt_lengths=rollout.prompt_lengths,
             lengths=rollout.lengths,
             stopped=rollout.stopped,
-            valid=self.place(advantages.valid.reshape(-1)),
+            valid=self.place(valid),
             advantages=self.place(advantages.values.reshape(-1)),
             rollout_logprobs=rollout.logprobs,
             probe=place_array(np.zeros(0, np.int32), self.everywhere),
             check=place_array(np.zeros((), bool), self.everywhere),
-            packing=self._pack(rollout, advantages.valid.reshape(-1)),
+            packing=self._pack(rollout, valid),
         )
         if self.config.loss.updates_per_batch > 1:
             batch = batch._replace(old_logprobs=self._score(state.train, self.frozen, batch))
@@ -348,8 +344,11 @@ class Run(Evaluator):
         (lengths, stopped), graded = fetch((rollout.lengths, rollout.stopped)), rewards[advantages.valid]
         tasks = build.tasks_of(self.config, "train", prompts)
         by_task = {} if tasks is None else means_by_task(tasks, rewards, advantages.valid)
-        return {
-            **{f"reward/{task}": mean for task, mean in by_task.items()},
+        found = {f"reward/{task}": mean for task, mean in by_task.items()}
+        if span := self.config.reward.overlong_tokens:
+            penalty = advantage.overlong_penalty(lengths, self.config.rollout.max_new_tokens, span)
+            found["reward/overlong"] = float(penalty.mean())
+        return found | {
             "reward/mean": float(graded.mean()),
             "reward/std": float(graded.std()),
             "response/length": float(lengths.mean()),

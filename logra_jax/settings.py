@@ -104,6 +104,13 @@ class Rollout:
         "what samples the answers that are trained on: jax, on the devices that train, or vLLM servers, to which "
         "updates travel as factors. Evaluation always takes jax",
     )
+    dynamic_sampling: int = _f(
+        0,
+        "batches of prompts drawn at most, besides the first, to replace groups whose answers all have the same reward "
+        "(DAPO); 0: none are replaced",
+        "[0, inf)",
+        "advantage.estimator!=running_baseline",
+    )
     slots: int = _f(
         0,
         "answers sampled at a time, with memory for their keys and values: when one ends, the next that waits takes "

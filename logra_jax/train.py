@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # --help and wrong settings need no jax
     from logra_jax.rl.update import TrainState
     from logra_jax.run import Run
 
+PATIENCE = 3  # batches that teach nothing, before it is said
 FAILED = 1  # exit code of a run that had to stop itself
 
 
@@ -257,6 +258,7 @@ class Trainer:
         self.checkpoints, self.metrics = checkpoints, metrics
         self.state, self.progress = state, progress
         self.score: float | None = None  # of the present weights, once they have been evaluated
+        self.taught_nothing = 0  # batches in a row
         self.answers = answers
 
     def run_to_end(self) -> None:
@@ -278,16 +280,17 @@ class Trainer:
         config, progress, run = self.config, self.progress, self.run
         self.stop.check()
         started = time.perf_counter()
-        (rollout, rewards), found = self.answers.next(self.state, progress.step, progress.consumed)
+        drawn, found = self.answers.next(self.state, progress.step, progress.consumed)
+        rollout, rewards, prompts = drawn.rollout, drawn.rewards, run.prompts.take(drawn.rows)
         self.stop.check()
 
         tokens = int(np.sum(fetch(rollout.lengths)))
-        advantages, progress.baseline = run.advantages(rewards, progress.baseline)
-        prompts = run.prompts.take(run.order.rows(progress.consumed, config.rollout.prompts))
-        progress.consumed += config.rollout.prompts
+        advantages, progress.baseline = run.advantages(rollout, rewards, progress.baseline)
+        progress.consumed += drawn.consumed
         self.answers.used()
         spent = {key: found.pop(key) for key in ("time/rollout_s", "time/reward_s")}
         shared = found | run.rollout_metrics(prompts, rollout, rewards, advantages)
+        self.remark(shared)
         batch = run.batch(rollout, advantages, self.state)
         if rollout.versions is not None:
             versions = fetch(rollout.versions)
@@ -307,6 +310,18 @@ class Trainer:
             times = {**spent, "time/update_s": now - learning, "tokens/s": tokens / (now - started)}
             self.finish_update({"step": progress.step, **shared, **learned, **times, **before})
             before, started, spent = {}, now, dict.fromkeys(spent, 0.0)
+
+    def remark(self, row: dict[str, Any]) -> None:
+        """Say so when batch after batch teaches nothing."""
+        self.taught_nothing = self.taught_nothing + 1 if row["advantage/zero_share"] == 1 else 0
+        if self.taught_nothing == PATIENCE and distributed.first():
+            print(
+                f"note: in {PATIENCE} batches no answer was better than the others to its prompt (mean reward "
+                f"{row['reward/mean']:.3g}), so there was nothing to learn. Look at what is sampled: have answers the "
+                f"form that reward.kind={self.config.reward.kind} asks for, and room to end in rollout.max_new_tokens?",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def finish_update(self, row: dict[str, Any]) -> None:
         """Evaluate where that is due, write the metrics of an update, and save where that is due."""

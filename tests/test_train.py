@@ -229,9 +229,18 @@ def test_rewards_that_all_fail_lose_nothing(base, capsys):
     assert [row["step"] for row in read_rows("out/metrics.jsonl")] == [0, 1, 2]
 
 
+def test_batches_that_teach_nothing_are_remarked_on(base, capsys):
+    argv = [*base, "steps=4", "data.eval=null", "checkpoint.every=0", "reward.pattern=(nowhere)"]
+    assert train.main(argv) == 0
+    said = capsys.readouterr().err
+    assert said.count("in 3 batches no answer was better than the others to its prompt (mean reward 0)") == 1
+    assert {row["advantage/zero_share"] for row in read_rows("out/metrics.jsonl")} == {1}
+
+
 SMOKE = {
     "dense_others": """
-        loss.micro_batch=4 loss.aggregation=sequence loss.importance_cap=2 advantage.estimator=leave_one_out
+        loss.micro_batch=4 loss.aggregation=constant loss.importance_cap=2 advantage.estimator=leave_one_out
+        loss.skip_cut_off=true reward.overlong_tokens=3
         model.remat=full model.compute_dtype=bfloat16 optimizer.others=adamw optimizer.weight_decay=.01
         optimizer.others_learning_rate=1e-3 optimizer.max_grad_norm=1 rollout.top_k=9 rollout.top_p=.9""",
     "two_by_two": """

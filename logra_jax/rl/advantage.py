@@ -82,6 +82,17 @@ def overlong_penalty(lengths: np.ndarray, longest: int, span: int) -> np.ndarray
     )
 
 
+def informative(rewards: np.ndarray) -> np.ndarray:
+    """bool [groups]: which groups of rewards [groups, n] can teach, with two valid rows or more that are not all equal.
+
+    Equality is asked of the rewards and not of the advantages: the rounding error of the mean, divided by an
+    almost zero deviation, would pass as an advantage of order one.
+    """
+    valid = np.isfinite(rewards)
+    most = np.where(valid, rewards, -np.inf).max(axis=1)
+    return (valid.sum(axis=1) >= 2) & (most != np.where(valid, rewards, np.inf).min(axis=1))
+
+
 def zero_share(advantages: Advantages) -> float:
     """Share of the valid rows whose advantage is exactly 0: they teach nothing. NaN without a valid row."""
     kept = advantages.values[advantages.valid]
@@ -101,11 +112,6 @@ def _groups(rewards: np.ndarray, estimator: str) -> tuple[np.ndarray, np.ndarray
 
 
 def _informative(values: np.ndarray, valid: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Groups that can teach: two valid rows or more that are not all equal.
-
-    Equality is asked of the rewards and not of the result: the rounding error of the mean, divided by an
-    almost zero deviation, would pass as an advantage of order one.
-    """
-    for i, keep in enumerate(valid):
-        if keep.sum() >= 2 and values[i, keep].max() != values[i, keep].min():
-            yield i, keep
+    """Number and valid rows of the groups that can teach."""
+    for i in np.flatnonzero(informative(values)):
+        yield int(i), valid[i]

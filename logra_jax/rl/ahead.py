@@ -6,26 +6,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from logra_jax._shapes import Float
+from logra_jax._shapes import Float, Int
 from logra_jax.errors import UserError
 from logra_jax.mesh import fetch
 from logra_jax.rl.rollout import Rollout
 
 
 class Drawn(NamedTuple):
-    """Answers with their rewards, float32 ``[prompts, generations]``; NaN where a row has to be dropped."""
+    """Answers with their rewards, float32 ``[prompts, generations]``; NaN where a row has to be dropped.
+
+    rows: where their prompts stand in the prompt set, int32. consumed: prompts that were taken from the order of the
+    run to get them, and mean_reward: of all of those.
+    """
 
     rollout: Rollout
     rewards: Float[np.ndarray, "p g"]
+    rows: Int[np.ndarray, " p"]
+    consumed: int
+    mean_reward: float
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All of it on the host, by name; all processes call it."""
-        return {**fetch(self.rollout)._asdict(), "rewards": self.rewards}
+        own = {name: np.asarray(getattr(self, name)) for name in self._fields if name != "rollout"}
+        return {**fetch(self.rollout)._asdict(), **own}
 
     @classmethod
     def of(cls, arrays: dict[str, np.ndarray], place: Callable[[np.ndarray], Any]) -> "Drawn":
         """The inverse of `arrays`. place: puts rows on the trainer's devices."""
-        return cls(Rollout(**{name: place(arrays[name]) for name in Rollout._fields}), arrays["rewards"])
+        rollout = Rollout(**{name: place(arrays[name]) for name in Rollout._fields})
+        consumed, mean = int(arrays["consumed"]), float(arrays["mean_reward"])
+        return cls(rollout, arrays["rewards"], arrays["rows"], consumed, mean)
 
 
 class Ahead:
