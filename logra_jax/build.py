@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from logra_jax.rl.policy import Policy
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
+from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.shared_grading import SharedGrader
 from logra_jax.rl.tasks import TASK, is_mixture
 from logra_jax.rl.update import TrainState, make_update
@@ -120,6 +122,7 @@ def read_prompts(config: Config, key: Literal["train", "eval"], tokenizer: Any, 
         prompt_column=data.prompt_column,
         answer_column=data.answer_column,
         template=data.template,
+        enable_thinking=data.enable_thinking,
         prompt_format=data.prompt_format,
         system=data.system,
         max_prompt_length=data.max_prompt_length,
@@ -304,9 +307,18 @@ def abstract_packing(config: Config, mesh: jax.sharding.Mesh, prompt_width: int)
 
 
 def make_sampler(
-    config: Config, model: CausalLM, vocab_size: int, temperature: float, top_p: float, top_k: int = 0
+    config: Config,
+    model: CausalLM,
+    vocab_size: int,
+    temperature: float,
+    top_p: float,
+    top_k: int = 0,
+    group: int = 0,
 ) -> Sampler:
-    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
+    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share.
+
+    group: devices that share its products, see `sampling.groups`.
+    """
     return Sampler(
         model,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -318,6 +330,7 @@ def make_sampler(
         top_p=top_p,
         slots=config.rollout.slots,
         cache_dtype=config.rollout.cache_dtype,
+        tensor=group,
     )
 
 
@@ -326,6 +339,11 @@ def check_servers(config: Config, shape: ModelConfig, prompt_width: int) -> None
     settings, rollout = config.vllm, config.rollout
     if rollout.engine != "vllm":
         return
+    if rollout.staleness and not distributed.alone():
+        raise UserError(
+            "rollout.staleness=1 is for runs of one process: several would have to grade together while they compute. "
+            "Set rollout.staleness=0"
+        )
     needs = Needs(prompt_width, rollout.max_new_tokens, rollout.generations, shape.to_hf(config.model.compute_dtype))
     if settings.urls:
         found = {needs.check(Client(url, timeout=settings.timeout_s)) for url in settings.urls}
@@ -344,12 +362,28 @@ def make_vllm_engine(
     write: Callable[[Any, Path], None],
     place: Callable[[Any], jax.Array],
     interrupt: Callable[[], object] = lambda: None,
+) -> VllmEngine | SharedEngine:
+    """The servers of a run; arguments as in `VllmEngine` and `Server`, `write` one that all processes call.
+
+    Of several processes only one waits for servers, so that `interrupt`, which asks all, is not called. Raises
+    UserError.
+    """
+    make = partial(_vllm_engine, config, sampler, prompt_width, shapes)
+    return make(write, place, interrupt) if distributed.alone() else SharedEngine(make, write, place, sampler)
+
+
+def _vllm_engine(
+    config: Config,
+    sampler: Sampler,
+    prompt_width: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    write: Callable[[Any, Path], None],
+    place: Callable[[Any], Any],
+    interrupt: Callable[[], object] = lambda: None,
 ) -> VllmEngine:
-    """The servers of a run; arguments as in `VllmEngine` and `Server`. Raises UserError."""
+    """The servers, as one process has them."""
     settings = config.vllm
     folder = Path(settings.folder or Path(config.out, "sync"))
-    if not distributed.alone():
-        raise UserError("rollout.engine=vllm is for runs of one process: set rollout.engine=jax, or start one process")
     each = settings.tensor_parallel
     gpus = settings.gpus.split(",") if settings.gpus is not None else []
 
@@ -401,6 +435,7 @@ def make_policy_update(
         spec,
         LossSettings(
             aggregation=loss.aggregation,
+            ratio=loss.ratio,
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,
             importance_cap=loss.importance_cap,

@@ -7,6 +7,7 @@ fault, so the row is dropped (NaN) and counted, and so is a row whose gold answe
 
 import math
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,16 +42,19 @@ class Grader:
 
     def __init__(self) -> None:
         self.counts = RewardCounts()
+        self._one = threading.Lock()
 
     def grade(self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]) -> np.ndarray:
         """float32 [N] rewards in the order of the N completions; NaN = the row is to be dropped.
 
-        prompts: N texts. columns: N values each. Raises UserError when not one row could be graded.
+        prompts: N texts. columns: N values each. Of several threads, one at a time is served. Raises UserError when
+        not one row could be graded.
         """
         if any(len(values) != len(completions) for values in (prompts, *columns.values())):
             raise ValueError("prompts, completions and columns must have one entry per row")
-        scores, counts, reason = self._grade(list(prompts), [text[-TAIL:] for text in completions], columns)
-        self.counts = counts
+        with self._one:
+            scores, counts, reason = self._grade(list(prompts), [text[-TAIL:] for text in completions], columns)
+            self.counts = counts
         rewards = np.array(scores, dtype=np.float32)
         if len(rewards) and np.isnan(rewards).all():
             raise UserError(f"every reward failed ({len(rewards)} rows): {reason}")
