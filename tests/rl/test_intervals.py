@@ -44,6 +44,7 @@ def test_clusters_of_different_sizes():
 def test_where_nothing_differs_between_prompts():
     assert share_interval(np.full(5, 3), np.full(5, 3)) == pytest.approx(wilson(1.0, 5))
     assert share_interval(np.full(5, 2), np.full(5, 4)) == pytest.approx(wilson(0.5, 20))  # no more than the answers
+    assert share_interval(np.array([3, 0]), np.array([3, 0])) == wilson(1.0, 1)  # no answer to the second was graded
 
 
 def test_the_mean_of_tasks_adds_up_the_variances_of_each():
