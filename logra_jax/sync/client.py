@@ -107,9 +107,7 @@ class Client:
         """
         served = {card["id"]: card for card in self.call("/v1/models", method="GET", timeout=QUICK)["data"]}
         if self.model not in served:
-            raise UserError(
-                f"{self.url} serves {', '.join(served)}, not {self.model!r}: start it as docs/vllm.md says"
-            )
+            raise UserError(f"{self.url} serves {', '.join(served)}, not {self.model!r}: start it as docs/vllm.md says")
         return served[self.model]["max_model_len"]
 
     def describe(self) -> dict[str, Any]:
