@@ -1,9 +1,6 @@
 """From the settings of a run to its optimizer, its prompts and its grader. Used by the commands alone."""
 
-import sys
-from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -17,7 +14,6 @@ from logra_jax.errors import UserError
 from logra_jax.models import CausalLM, ModelConfig
 from logra_jax.models.flash import why_not_cudnn
 from logra_jax.models.hf import read_json
-from logra_jax.models.names import name_table
 from logra_jax.models.presets import PRESETS, differences
 from logra_jax.rl.loss import LossSettings
 from logra_jax.rl.packing import Packing, row_width
@@ -25,14 +21,9 @@ from logra_jax.rl.policy import Policy
 from logra_jax.rl.prompts import PromptSet, check_columns, load_prompts
 from logra_jax.rl.reward import Grader, make_reward
 from logra_jax.rl.rollout import Sampler
-from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.shared_grading import SharedGrader
 from logra_jax.rl.tasks import TASK, is_mixture
 from logra_jax.rl.update import TrainState, make_update
-from logra_jax.rl.vllm_engine import VllmEngine
-from logra_jax.sync.client import Client
-from logra_jax.sync.needs import TESTED, Needs, tested
-from logra_jax.sync.server import Server, vllm_version
 
 
 def check_files(config: Config, *, trains: bool) -> None:
@@ -331,92 +322,6 @@ def make_sampler(
         slots=config.rollout.slots,
         cache_dtype=config.rollout.cache_dtype,
         tensor=group,
-    )
-
-
-def check_servers(config: Config, shape: ModelConfig, prompt_width: int) -> None:
-    """Ask running servers, and the environment of those to start, whether they fit the run. Raises UserError."""
-    settings, rollout = config.vllm, config.rollout
-    if rollout.engine != "vllm":
-        return
-    if rollout.staleness and not distributed.alone():
-        raise UserError(
-            "rollout.staleness=1 is for runs of one process: several would have to grade together while they compute. "
-            "Set rollout.staleness=0"
-        )
-    needs = Needs(prompt_width, rollout.max_new_tokens, rollout.generations, shape.to_hf(config.model.compute_dtype))
-    if settings.urls:
-        found = {needs.check(Client(url, timeout=settings.timeout_s)) for url in settings.urls}
-    else:
-        found = {vllm_version(Path(str(settings.python)).expanduser())}
-    for version in sorted(found):
-        if not tested(version):
-            print(f"warning: vLLM {version} serves; tested with {TESTED}", file=sys.stderr, flush=True)
-
-
-def make_vllm_engine(
-    config: Config,
-    sampler: Sampler,
-    prompt_width: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    write: Callable[[Any, Path], None],
-    place: Callable[[Any], jax.Array],
-    interrupt: Callable[[], object] = lambda: None,
-) -> VllmEngine | SharedEngine:
-    """The servers of a run; arguments as in `VllmEngine` and `Server`, `write` one that all processes call.
-
-    Of several processes only one waits for servers, so that `interrupt`, which asks all, is not called. Raises
-    UserError.
-    """
-    make = partial(_vllm_engine, config, sampler, prompt_width, shapes)
-    return make(write, place, interrupt) if distributed.alone() else SharedEngine(make, write, place, sampler)
-
-
-def _vllm_engine(
-    config: Config,
-    sampler: Sampler,
-    prompt_width: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    write: Callable[[Any, Path], None],
-    place: Callable[[Any], Any],
-    interrupt: Callable[[], object] = lambda: None,
-) -> VllmEngine:
-    """The servers, as one process has them."""
-    settings = config.vllm
-    folder = Path(settings.folder or Path(config.out, "sync"))
-    each = settings.tensor_parallel
-    gpus = settings.gpus.split(",") if settings.gpus is not None else []
-
-    def start(weights: Path) -> list[Server]:
-        options = {
-            "dtype": settings.dtype or config.model.compute_dtype,
-            "tensor_parallel": each,
-            "max_length": prompt_width + sampler.max_new_tokens,
-            "max_sequences": max(64, config.rollout.generations),
-            "more": tuple(map(str, settings.arguments)),
-        }
-        return [
-            Server(
-                Path(str(settings.python)).expanduser(), weights, folder / f"server-{i}.log", options=options,
-                port=settings.port and settings.port + i, folder=folder,
-                start_seconds=settings.start_s, timeout=settings.timeout_s, interrupt=interrupt,
-                variables={"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} if gpus else {},
-            )
-            for i in range(settings.servers)
-        ]  # fmt: skip
-
-    return VllmEngine(
-        sampler,
-        prompt_width=prompt_width,
-        answers=config.rollout.generations,
-        write=write,
-        place=place,
-        folder=folder,
-        table=name_table(sampler.model.config),
-        shapes=shapes if sends_factors(config) else {},
-        full_every=settings.full_every,
-        clients=[Client(url, timeout=settings.timeout_s, folder=folder) for url in settings.urls],
-        start=start,
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logra_jax import build, distributed, fit, models, optim, sampling
+from logra_jax import build, distributed, fit, models, optim, sampling, servers
 from logra_jax.config import Config, check_lengths, resolve_path
 from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
@@ -144,7 +144,7 @@ class Run(Evaluator):
         width, devices = self.prompts.tokens.shape[1], list(self.mesh.devices.flat)
         found = fit.check(config, self.shape, self.vocab_size, width, devices)
         self.group = self.group if found is None else found
-        distributed.on_first(lambda: build.check_servers(config, self.shape, width))
+        distributed.on_first(lambda: servers.check(config, self.shape, width))
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
         if config.optimizer.name == "lora":
             self.weights = optim.add_adapters(self.weights, self.spec, config.optimizer.lora_alpha)
@@ -169,7 +169,7 @@ class Run(Evaluator):
             shapes = {path: leaf.shape for path, leaf in leaves_with_paths(train)}
             width = self.prompts.tokens.shape[1]
             interrupt = self._after_batch if distributed.alone() else lambda: None  # others would have to take part
-            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, self.place, interrupt)
+            self.engine = servers.make_engine(config, sampler, width, shapes, self._write, self.place, interrupt)
         self.ahead = Ahead()
         on_mesh = self.model.replace(mesh=self.mesh)
         policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])

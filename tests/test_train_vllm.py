@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from served import served
 
 import logra_jax.run
-from logra_jax import build, cli, train
+from logra_jax import build, cli, servers, train
 from logra_jax.config import load_config, resolve_path
 from logra_jax.metrics import MetricsWriter, read_rows
 from logra_jax.models import load_hf
@@ -222,7 +222,7 @@ def test_a_signal_is_noticed_while_servers_start(command_settings, tmp_path, mon
 
 def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(build, "Server", lambda *places, **options: asked.append((places, options)))
+    monkeypatch.setattr(servers, "Server", lambda *places, **options: asked.append((places, options)))
     settings = f"""rollout.engine=vllm vllm.python={sys.executable} vllm.servers=2 vllm.tensor_parallel=2
         vllm.gpus=4,5,6,7 vllm.arguments=[--enforce-eager,--max-num-seqs,64] vllm.port=18777
         vllm.start_s=9 vllm.timeout_s=8 vllm.folder={tmp_path}"""
@@ -230,7 +230,7 @@ def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
     model, _ = load_hf(resolve_path(config.model.path))
     sampler = build.make_sampler(config, model, 17, 1.0, 1.0)
     interrupt = lambda: None
-    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray, interrupt)
+    engine = servers.make_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray, interrupt)
     engine._start(tmp_path / "weights")
     assert [places[2].name for places, _ in asked] == ["server-0.log", "server-1.log"]
     for (places, options), gpus, port in zip(asked, ("4,5", "6,7"), (18777, 18778), strict=True):

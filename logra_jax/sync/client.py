@@ -107,9 +107,7 @@ class Client:
         """
         served = {card["id"]: card for card in self.call("/v1/models", method="GET", timeout=QUICK)["data"]}
         if self.model not in served:
-            raise UserError(
-                f"{self.url} serves {', '.join(served)}, not {self.model!r}: start it as README, section on vLLM, says"
-            )
+            raise UserError(f"{self.url} serves {', '.join(served)}, not {self.model!r}: start it as docs/vllm.md says")
         return served[self.model]["max_model_len"]
 
     def describe(self) -> dict[str, Any]:
@@ -121,7 +119,7 @@ class Client:
         try:
             found = self._ranks("logra_describe")
         except UserError as error:
-            raise UserError(f"{error}; was it started as README, section on vLLM, says?") from None
+            raise UserError(f"{error}; was it started as docs/vllm.md says?") from None
         self._all_ok(found, "cannot say what it serves")
         return found[0]
 
