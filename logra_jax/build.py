@@ -1,5 +1,6 @@
 """From the settings of a run to its optimizer, its prompts and its grader. Used by the commands alone."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
