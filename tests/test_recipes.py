@@ -1,6 +1,7 @@
 """Every recipe in configs/ passes a dry run of the command that trains, and twins differ in what they say they do."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def test_a_dry_run_passes(recipe, model, tmp_path, monkeypatch, capsys):
     assert train.main([f"--config={CONFIGS / recipe}", *given, "--dry-run"]) == 0
     assert "dry run: nothing was trained or written" in capsys.readouterr().out
     assert not Path(config.out).exists()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_commands_in_a_recipe_name_it(recipe):
+    text = (CONFIGS / recipe).read_text(encoding="utf-8")
+    assert set(re.findall(r"--config (\S+)", text)) <= {f"configs/{recipe}"}
 
 
 def differences(one, other):

@@ -319,7 +319,7 @@ def test_an_interrupted_call_leaves_no_stale_replies(maths):
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            maths.grade([""], [r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}"], {"answer": ["2"]})
+            maths.grade([""], [r"\boxed{2}"], {"answer": [r"\int_0^1 x^{x^{x^{x}}} dx"]})  # takes for ever
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, previous)
