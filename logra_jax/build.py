@@ -1,8 +1,7 @@
 """From the settings of a run to its optimizer, its prompts and its grader. Used by the commands alone."""
 
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -16,7 +15,6 @@ from logra_jax.errors import UserError
 from logra_jax.models import CausalLM, ModelConfig
 from logra_jax.models.flash import why_not_cudnn
 from logra_jax.models.hf import read_json
-from logra_jax.models.names import name_table
 from logra_jax.models.presets import PRESETS, differences
 from logra_jax.rl.loss import LossSettings
 from logra_jax.rl.packing import Packing, row_width
@@ -27,10 +25,6 @@ from logra_jax.rl.rollout import Sampler
 from logra_jax.rl.shared_grading import SharedGrader
 from logra_jax.rl.tasks import TASK, is_mixture
 from logra_jax.rl.update import TrainState, make_update
-from logra_jax.rl.vllm_engine import VllmEngine
-from logra_jax.sync.client import Client
-from logra_jax.sync.needs import TESTED, Needs, tested
-from logra_jax.sync.server import Server, vllm_version
 
 
 def check_files(config: Config, *, trains: bool) -> None:
@@ -120,6 +114,7 @@ def read_prompts(config: Config, key: Literal["train", "eval"], tokenizer: Any, 
         prompt_column=data.prompt_column,
         answer_column=data.answer_column,
         template=data.template,
+        enable_thinking=data.enable_thinking,
         prompt_format=data.prompt_format,
         system=data.system,
         max_prompt_length=data.max_prompt_length,
@@ -233,7 +228,9 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
     dense = None
     if settings.others == "adamw":
         rate = settings.others_learning_rate
-        dense = optim.in_float32(optax.adamw(schedule if rate is None else rate, 0.9, settings.b2, settings.eps))
+        moments = {"b1": 0.9, "b2": settings.b2, "eps": settings.eps}
+        rate = schedule if rate is None else rate
+        dense = optim.in_float32(optax.adamw(rate, **moments, weight_decay=settings.weight_decay))
     if settings.name != "logra":
         b1 = 0.9 if settings.b1 is None else settings.b1
         numbers = {"b1": b1, "b2": settings.b2, "eps": settings.eps, "weight_decay": settings.weight_decay}
@@ -302,9 +299,18 @@ def abstract_packing(config: Config, mesh: jax.sharding.Mesh, prompt_width: int)
 
 
 def make_sampler(
-    config: Config, model: CausalLM, vocab_size: int, temperature: float, top_p: float, top_k: int = 0
+    config: Config,
+    model: CausalLM,
+    vocab_size: int,
+    temperature: float,
+    top_p: float,
+    top_k: int = 0,
+    group: int = 0,
 ) -> Sampler:
-    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
+    """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share.
+
+    group: devices that share its products, see `sampling.groups`.
+    """
     return Sampler(
         model,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -316,71 +322,7 @@ def make_sampler(
         top_p=top_p,
         slots=config.rollout.slots,
         cache_dtype=config.rollout.cache_dtype,
-    )
-
-
-def check_servers(config: Config, shape: ModelConfig, prompt_width: int) -> None:
-    """Ask running servers, and the environment of those to start, whether they fit the run. Raises UserError."""
-    settings, rollout = config.vllm, config.rollout
-    if rollout.engine != "vllm":
-        return
-    needs = Needs(prompt_width, rollout.max_new_tokens, rollout.generations, shape.to_hf(config.model.compute_dtype))
-    if settings.urls:
-        found = {needs.check(Client(url, timeout=settings.timeout_s)) for url in settings.urls}
-    else:
-        found = {vllm_version(Path(str(settings.python)).expanduser())}
-    for version in sorted(found):
-        if not tested(version):
-            print(f"warning: vLLM {version} serves; tested with {TESTED}", file=sys.stderr, flush=True)
-
-
-def make_vllm_engine(
-    config: Config,
-    sampler: Sampler,
-    prompt_width: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    write: Callable[[Any, Path], None],
-    place: Callable[[Any], jax.Array],
-    interrupt: Callable[[], object] = lambda: None,
-) -> VllmEngine:
-    """The servers of a run; arguments as in `VllmEngine` and `Server`. Raises UserError."""
-    settings = config.vllm
-    folder = Path(settings.folder or Path(config.out, "sync"))
-    if not distributed.alone():
-        raise UserError("rollout.engine=vllm is for runs of one process: set rollout.engine=jax, or start one process")
-    each = settings.tensor_parallel
-    gpus = settings.gpus.split(",") if settings.gpus is not None else []
-
-    def start(weights: Path) -> list[Server]:
-        options = {
-            "dtype": settings.dtype or config.model.compute_dtype,
-            "tensor_parallel": each,
-            "max_length": prompt_width + sampler.max_new_tokens,
-            "max_sequences": max(64, config.rollout.generations),
-            "more": tuple(map(str, settings.arguments)),
-        }
-        return [
-            Server(
-                Path(str(settings.python)).expanduser(), weights, folder / f"server-{i}.log", options=options,
-                port=settings.port and settings.port + i, folder=folder,
-                start_seconds=settings.start_s, timeout=settings.timeout_s, interrupt=interrupt,
-                variables={"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} if gpus else {},
-            )
-            for i in range(settings.servers)
-        ]  # fmt: skip
-
-    return VllmEngine(
-        sampler,
-        prompt_width=prompt_width,
-        answers=config.rollout.generations,
-        write=write,
-        place=place,
-        folder=folder,
-        table=name_table(sampler.model.config),
-        shapes=shapes if sends_factors(config) else {},
-        full_every=settings.full_every,
-        clients=[Client(url, timeout=settings.timeout_s, folder=folder) for url in settings.urls],
-        start=start,
+        tensor=group,
     )
 
 
@@ -399,6 +341,7 @@ def make_policy_update(
         spec,
         LossSettings(
             aggregation=loss.aggregation,
+            ratio=loss.ratio,
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,
             importance_cap=loss.importance_cap,

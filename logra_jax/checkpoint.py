@@ -2,6 +2,7 @@
 
     checkpoints/20/state/           arrays, written by Orbax
     checkpoints/20/meta.json        step, score, and what the trainer keeps besides arrays
+    checkpoints/20/host.npz         arrays that no device holds, if there are any
     checkpoints/20/checksums.json   SHA-256 and size of every other file
     checkpoints/40.partial/         being written, or left by a run that was killed meanwhile
 
@@ -21,18 +22,19 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from logra_jax import distributed
 from logra_jax.errors import UserError
 
-STATE, META, SUMS = "state", "meta.json", "checksums.json"
+STATE, META, HOST, SUMS = "state", "meta.json", "host.npz", "checksums.json"
 PARTIAL, DAMAGED = ".partial", ".damaged"
 
 
@@ -42,6 +44,7 @@ class Restored(NamedTuple):
     step: int
     state: Any
     meta: dict[str, Any]
+    host: dict[str, np.ndarray]
 
 
 def _warn(message: str) -> None:
@@ -80,9 +83,17 @@ class Checkpoints:
         for leftover in self._folder.glob(f"*{PARTIAL}"):
             shutil.rmtree(leftover)
 
-    def save(self, step: int, state: Any, meta: dict[str, Any], score: float | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        meta: dict[str, Any],
+        score: float | None = None,
+        host: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Copy `state` off the devices, then write it, in the background if asked; its buffers are free.
 
+        host: arrays of any number and shape, the same in all processes, which the template of `restore` does not name.
         A step that is already there is left as it is. Raises UserError if this or the previous step cannot be
         written; earlier steps are untouched then.
         """
@@ -96,6 +107,8 @@ class Checkpoints:
             try:
                 partial.mkdir()
                 (partial / META).write_text(json.dumps(note, indent=1), encoding="utf-8")
+                if host:
+                    np.savez(partial / HOST, **host)  # type: ignore[arg-type]
             except OSError as error:
                 raise self._write_error(step, partial, error) from error
             return True
@@ -174,7 +187,7 @@ class Checkpoints:
         if step < 0:
             return None
         folder = self._folder / str(step)
-        return Restored(step, _read(folder, template, self._orbax), read_note(folder)["meta"])
+        return Restored(step, _read(folder, template, self._orbax), read_note(folder)["meta"], _read_host(folder))
 
     def _choose(self) -> int:
         """The step to restore, -1 without one; sets damaged ones aside."""
@@ -273,6 +286,13 @@ def _read(folder: Path, template: Any, orbax: ocp.Checkpointer) -> Any:
         raise UserError(f"{folder}: does not belong to a run with these settings: {shown}")
     flat = _restore_flat(folder, wanted, orbax)
     return jax.tree.unflatten(jax.tree.structure(template), [flat[key] for key in wanted])
+
+
+def _read_host(folder: Path) -> dict[str, np.ndarray]:
+    if not (folder / HOST).exists():
+        return {}
+    with np.load(folder / HOST) as found:
+        return dict(found)
 
 
 def _stored(folder: Path, orbax: ocp.Checkpointer) -> dict[str, Any]:

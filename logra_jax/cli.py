@@ -29,6 +29,7 @@ class Command:
     resume: bool
     overwrite: bool
     dry_run: bool
+    folder: Path | None = None
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
@@ -48,18 +49,22 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
 def parse(argv: Sequence[str] | None, program: str, description: str, trains: bool = True) -> Command:
     """Read `[--config FILE] [--resume] [--overwrite] [--dry-run] [key=value ...]`; None: `sys.argv`.
 
-    trains: whether the command has the flags of a training run; without them they are all False.
+    trains: whether the command has the flags of a training run; without them they are all False, and there is
+    `--out FOLDER`, which becomes `folder`.
 
     Prints every key for `--help`. Unknown flags leave with code 2; a wrong file or key raises UserError.
     """
     parser = make_parser(program, description)
-    parser.set_defaults(resume=False, overwrite=False, dry_run=False)
+    parser.set_defaults(resume=False, overwrite=False, dry_run=False, out=None)
     if trains:
         _add_training_flags(parser)
+    else:
+        parser.add_argument("--out", metavar="FOLDER", type=Path, help="keep the answers and figures in a new folder")
     found = parser.parse_intermixed_args(argv)
     if found.resume and found.overwrite:
         parser.error("--resume keeps what --overwrite deletes: give one of them")
-    return Command(load_config(found.config, found.settings), found.resume, found.overwrite, found.dry_run)
+    config = load_config(found.config, found.settings)
+    return Command(config, found.resume, found.overwrite, found.dry_run, found.out)
 
 
 def positive(text: str) -> int:

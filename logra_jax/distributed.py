@@ -1,8 +1,8 @@
 """Several processes that are one run: how they find each other, agree, share rows, and leave.
 
 All processes take the same decisions from the same numbers. What one of them alone knows (a signal, a full disk,
-the rewards of its rows) is exchanged where all of them pass: the functions `agree`, `on_first`, `largest` and
-`collect` have to be called by all, in the same order. In a process that is alone they cost nothing.
+the rewards of its rows) is exchanged where all of them pass: the functions `agree`, `on_first`, `from_first`,
+`largest` and `collect` have to be called by all, in the same order. In a process that is alone they cost nothing.
 """
 
 from __future__ import annotations
@@ -221,10 +221,15 @@ def on_first(action: Callable[[], int | None]) -> int:
             found[1] = action() or 0
         except (UserError, OSError) as problem:
             found[0], error = True, problem
-    failed, result = _of_all(found)[0]
+    failed, result = from_first(found)
     if failed:
         raise SharedError(str(error) if first() else "process 0 failed; see what it has written") from error
     return int(result)
+
+
+def from_first(values: np.ndarray) -> np.ndarray:
+    """What process 0 brings, on all; the others bring as much of anything."""
+    return values if alone() else _of_all(values)[0]
 
 
 def own_rows(count: int, process: int | None = None) -> slice:

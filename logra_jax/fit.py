@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from logra_jax import footprint
+from logra_jax import distributed, footprint
 from logra_jax.config import Config
 from logra_jax.errors import UserError
 from logra_jax.gpus import GIB
@@ -23,19 +23,25 @@ def memory_limit(devices: Sequence[Any]) -> int | None:
     return (own.memory_stats() or {}).get("bytes_limit")
 
 
-def check(config: Config, shape: ModelConfig, vocab_size: int, prompt_width: int, devices: Sequence[Any]) -> None:
+def check(config: Config, shape: ModelConfig, vocab_size: int, prompt_width: int, devices: Sequence[Any]) -> int | None:
     """Compile the run's update and rollout, and compare what they take with what there is.
+
+    Returns the layout of sampling that fits, see `sampling.groups`, or None on devices without a limit, where nothing
+    is done.
 
     The update comes from the cache when it is needed. vocab_size: tokens of the tokenizer. prompt_width: of the
     prompts as they are, at most data.max_prompt_length. Raises UserError if the run cannot fit, and says on standard
-    error if it barely does. Does nothing on devices without a limit.
+    error if it barely does.
     """
     limit = memory_limit(devices)
     if limit is None:
-        return
+        return None
+    if not distributed.alone():  # one decision for all
+        limit = -distributed.largest(-(limit // 2**20)) * 2**20
     config = replace(config, data=replace(config.data, max_prompt_length=prompt_width))
     name, count = config.optimizer.name, len(devices)
-    plan = Plan(footprint.measure(config, shape, vocab_size, devices), limit / GIB, reserve=0.0)
+    found = footprint.measure(config, shape, vocab_size, devices, room=limit)
+    plan = Plan(found, limit / GIB, reserve=0.0)
     here = f"each of {count} x {devices[0].device_kind} has {plan.card:.2f} GiB for this run"
     if not plan.fits:
         raise UserError(
@@ -49,6 +55,7 @@ def check(config: Config, shape: ModelConfig, vocab_size: int, prompt_width: int
             f"{remedies(name, None, config, count)}",
             file=sys.stderr,
         )
+    return found.group
 
 
 def ran_out(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from logra_jax import build, optim
+from logra_jax import build, optim, sampling
 from logra_jax.config import Config, check_lengths
 from logra_jax.errors import UserError
 from logra_jax.gpus import Target
@@ -34,7 +34,9 @@ class Footprint:
 
     gradients: float32 sketches, or dense gradients, of the targets if split evenly over the devices; computed,
     and part of temporaries. kv_cache: computed, and part of rollout. reference: copy of the trained weights
-    that a reference KL keeps, which is an argument of neither program.
+    that a reference KL keeps, which is an argument of neither program. group: devices that share a product of the
+    rollout, 0 if that is as in the update; copy: of the weights for that, computed, and part of rollout. Where servers
+    sample the rollouts, `rollout` is the evaluation, or 0 without one.
     """
 
     weights: int
@@ -45,6 +47,8 @@ class Footprint:
     update: int
     rollout: int
     reference: int
+    group: int = 0
+    copy: int = 0
 
     @property
     def peak(self) -> int:
@@ -66,26 +70,42 @@ def absent_gpus(target: Target, count: int) -> Sequence[Any]:
 
 
 def measure(
-    config: Config, shape: ModelConfig, vocab_size: int, devices: Sequence[Any], rollout: bool = True
+    config: Config,
+    shape: ModelConfig,
+    vocab_size: int,
+    devices: Sequence[Any],
+    *,
+    room: float | None = None,
+    sampled: dict[int, int] | None = None,
+    rollout: bool = True,
 ) -> Footprint:
     """Compile the update and, unless told otherwise, the rollout of `config` for `devices`.
 
-    vocab_size: tokens of the tokenizer. Raises UserError for a mesh that does not divide the model or the rows.
+    vocab_size: tokens of the tokenizer. room: bytes there are; where the rollout does not fit in one layout of the
+    weights, and there is another one to choose, it is measured in that. sampled: totals of the rollout by layout, which
+    are taken from there, and put there. Raises UserError for a mesh that does not divide the model or the rows.
     """
     check_lengths(config, shape.max_position_embeddings)
-    parts = Parts(config, shape, vocab_size, devices)
+    parts, sampled = Parts(config, shape, vocab_size, devices), {} if sampled is None else sampled
     updated = parts.update().memory_analysis()
-    sampled = parts.rollout().memory_analysis() if rollout else None
-    return Footprint(
+    found = Footprint(
         weights=_bytes(parts.train) + _bytes(parts.frozen),
         optimizer=_bytes(parts.state.opt_state),
         gradients=parts.gradients(),
         temporaries=updated.temp_size_in_bytes,
         kv_cache=parts.kv_cache(),
         update=total(updated),
-        rollout=total(sampled) if sampled is not None else 0,
+        rollout=0,
         reference=_bytes(parts.train) if config.loss.reference_kl else 0,
     )
+    for group in parts.groups if rollout and parts.sampling is not None else ():
+        if group not in sampled:
+            sampled[group] = total(parts.rollout(group).memory_analysis())
+        copy = sampling.copy_bytes(parts.model, group) if group else 0
+        found = dataclasses.replace(found, rollout=sampled[group], group=group, copy=copy)
+        if room is None or found.peak <= room:
+            break
+    return found
 
 
 class Parts:
@@ -96,6 +116,8 @@ class Parts:
         settings, mesh = config.model, config.mesh
         self.mesh = make_mesh(mesh.fsdp or max(len(devices) // mesh.tensor, 1), mesh.tensor, devices)
         self.rows = batch_sharding(self.mesh)
+        self.sampling = sampling.sampled_here(config, self.mesh.shape["fsdp"])
+        self.groups = sampling.groups(config, shape, self.mesh)
         self.everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         # Short stacks are unrolled on a CPU only, which these devices are not meant to be.
         self.model = CausalLM(
@@ -159,20 +181,20 @@ class Parts:
         update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
         return _compile(update, self.state, self.frozen, self.batch())
 
-    def rollout(self) -> Any:
-        """The compiled sampling of one batch of answers."""
-        settings = self.config.rollout
-        sampler = build.make_sampler(
-            self.config, self.model, self.vocab_size, settings.temperature, settings.top_p, settings.top_k
-        )
+    def rollout(self, group: int | None = None) -> Any:
+        """The compiled sampling of one batch of answers, by groups of so many devices (None: of the best size)."""
+        assert self.sampling is not None
+        prompts, samples, temperature, top_p, top_k = self.sampling
+        group = self.groups[0] if group is None else group
+        sampler = build.make_sampler(self.config, self.model, self.vocab_size, temperature, top_p, top_k, group)
 
         def generate(params: Tree, tokens: Any, lengths: Any, ids: Any) -> Any:
-            return sampler.generate(params, tokens, lengths, ids, n=settings.generations, seed=0, update=0)
+            return sampler.generate(params, tokens, lengths, ids, n=samples, seed=0, update=0)
 
-        count, (prompt, _) = settings.prompts, self._widths
+        prompt, _ = self._widths
         params = optim.merge(self.train, self.frozen)
-        tokens = self._array((count, prompt), "int32", self.rows)
-        numbers = self._array((count,), "int32", self.rows)
+        tokens = self._array((prompts, prompt), "int32", self.rows)
+        numbers = self._array((prompts,), "int32", self.rows)
         return _compile(jax.jit(generate), params, tokens, numbers, numbers)
 
     def gradients(self) -> int:
@@ -186,15 +208,18 @@ class Parts:
 
     def kv_cache(self) -> int:
         """Bytes of the keys and values of one device's rows in flight at full length, and of prompts that wait."""
+        if self.sampling is None:
+            return 0
         settings, fsdp, (prompt, answer) = self.config.rollout, self.mesh.shape["fsdp"], self._widths
-        rows = (settings.slots or settings.rows) // fsdp
+        refilled = 0 < settings.slots < self.sampling.rows
+        rows = (settings.slots if refilled else self.sampling.rows) // fsdp
 
         def size(rows: int, slots: int) -> int:
             cache = jax.eval_shape(lambda: self.model.init_cache(rows, slots, settings.cache_dtype))
             return sum(leaf.size * leaf.dtype.itemsize for leaf in (cache.k, cache.v))
 
-        waiting = refill_group(rows, settings.prompts // fsdp, settings.generations) if settings.slots else 0
-        return size(rows, prompt + answer) + size(waiting, prompt)
+        waiting = refill_group(rows, self.sampling.prompts // fsdp, self.sampling.samples) if refilled else 0
+        return (size(rows, prompt + answer) + size(waiting, prompt)) // self.mesh.shape["tensor"]
 
 
 def attention_workspace(config: Config, shape: ModelConfig, fsdp: int) -> int:

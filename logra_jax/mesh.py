@@ -1,7 +1,9 @@
 """The device mesh, and which mesh axis each logical axis of a parameter or an activation lies on.
 
 Two mesh axes: `fsdp` splits the batch and, for storage, the rows of every weight; `tensor` splits heads, MLP
-width and vocabulary. Axes are Auto: the compiler places whatever is not stated here.
+width and vocabulary. Decoding may take another mesh of the same devices, where weights lie as they are used: `data` and
+`decode` take the place of `fsdp`, and the one splits the batch alone, the other what `tensor` splits. Axes are Auto:
+the compiler places whatever is not stated here.
 """
 
 from __future__ import annotations
@@ -30,21 +32,22 @@ class AxisTable:
     All but the last two are axes of stored parameters; `heads_in` and `mlp_in` are those that a product sums over.
     Storage splits rows, not columns: parts that are gathered along a matrix's last axis make the compiler keep a
     second, transposed copy of the whole stack. `batch` is the rows of any activation, `logits` the vocabulary
-    axis of the logits, which are split over all devices: rows that share a device take turns instead.
+    axis of the logits, which are split over all devices: rows that share a device take turns instead. An axis that a
+    mesh does not have splits nothing there.
     """
 
-    vocab: str | None = "tensor"
-    embed: str | None = "fsdp"
-    q_heads: str | None = "tensor"
-    kv_heads: str | None = "tensor"
-    mlp: str | None = "tensor"
-    heads_in: MeshAxes = ("tensor", "fsdp")
-    mlp_in: MeshAxes = ("tensor", "fsdp")
+    vocab: MeshAxes = ("tensor", "decode")
+    embed: MeshAxes = "fsdp"
+    q_heads: MeshAxes = ("tensor", "decode")
+    kv_heads: MeshAxes = ("tensor", "decode")
+    mlp: MeshAxes = ("tensor", "decode")
+    heads_in: MeshAxes = ("tensor", "decode", "fsdp")
+    mlp_in: MeshAxes = ("tensor", "decode", "fsdp")
     width: str | None = None
     taps: str | None = None
     layers: str | None = None
     norm: str | None = None
-    batch: str | None = "fsdp"
+    batch: MeshAxes = ("data", "fsdp")
     logits: MeshAxes = ("fsdp", "tensor")
 
     @property
@@ -87,6 +90,12 @@ def make_mesh(fsdp: int, tensor: int, devices: Sequence[jax.Device] | None = Non
     )
 
 
+def decoding_mesh(mesh: Mesh, tensor: int) -> Mesh:
+    """The devices of `mesh` in groups of `tensor`, a multiple of its own, neighbours each, for decoding."""
+    sizes = -1, tensor // mesh.shape["tensor"], mesh.shape["tensor"]
+    return Mesh(mesh.devices.reshape(sizes), ("data", "decode", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
 def shardings(mesh: Mesh, logical_axes: Any, shapes: Any = None, table: AxisTable | None = None) -> Any:
     """A tree like `logical_axes` (tuples of logical names, one per dimension) of shardings on `mesh`.
 
@@ -94,7 +103,7 @@ def shardings(mesh: Mesh, logical_axes: Any, shapes: Any = None, table: AxisTabl
         with it, a dimension that its mesh axis does not divide is a UserError that names the sizes that do.
     """
     table = AxisTable() if table is None else table
-    specs = jax.tree.map(table.spec, logical_axes, is_leaf=_is_names)
+    specs = jax.tree.map(lambda names: _present(mesh, table.spec(names)), logical_axes, is_leaf=_is_names)
     if shapes is not None:
         _check_sizes(mesh, list(_dimensions(mesh, specs, logical_axes, shapes)))
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
@@ -108,7 +117,7 @@ def constrain(x: Any, mesh: Mesh | None, *logical: str | None, table: AxisTable 
     """
     if mesh is None or mesh.size == 1:
         return x
-    spec = (AxisTable() if table is None else table).spec(logical)
+    spec = _present(mesh, (AxisTable() if table is None else table).spec(logical))
     fits = [axes if size >= ways(mesh, axes) else None for axes, size in zip(spec, x.shape, strict=True)]
     place = NamedSharding(mesh, PartitionSpec(*fits))
     return jax.lax.with_sharding_constraint(x, place) if isinstance(x, jax.Array) else x.constrain(place)
@@ -116,7 +125,13 @@ def constrain(x: Any, mesh: Mesh | None, *logical: str | None, table: AxisTable 
 
 def ways(mesh: Mesh, axes: MeshAxes) -> int:
     """Into how many parts the mesh axes split a dimension."""
-    return math.prod(mesh.shape[axis] for axis in _axes(axes))
+    return math.prod(mesh.shape[axis] for axis in _axes(axes) if axis in mesh.shape)
+
+
+def _present(mesh: Mesh, spec: PartitionSpec) -> PartitionSpec:
+    """`spec` without the axes that the mesh does not have."""
+    kept = [tuple(axis for axis in _axes(axes) if axis in mesh.shape) for axes in spec]
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
 
 
 def _axes(axes: MeshAxes) -> tuple[str, ...]:

@@ -95,9 +95,9 @@ class MetricsWriter:
             self._live.start()
         self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
 
-    def show_samples(self, step: int, rows: Iterable[tuple[str, str, float]], limit: int = 400) -> None:
-        """Print (prompt, answer, reward) rows, each text cut to `limit` characters and shown as it is."""
-        for prompt, answer, reward in rows:
+    def show_samples(self, step: int, rows: Iterable[tuple[Any, ...]], limit: int = 400) -> None:
+        """Print rows that begin with (prompt, answer, reward), each text cut to `limit` characters, as it is."""
+        for prompt, answer, reward, *_ in rows:
             # Text, not str: square brackets in an answer are no markup
             self._console.print(Text(f"-- after {step} updates, reward {reward:g}"), soft_wrap=True)
             self._console.print(Text(f"   prompt  {_printable(prompt, limit)}"), soft_wrap=True)
@@ -130,7 +130,7 @@ class NoMetrics:
     """Takes the place of a MetricsWriter where another process writes."""
 
     def write(self, row: Mapping[str, Any]) -> None: ...
-    def show_samples(self, step: int, rows: Iterable[tuple[str, str, float]]) -> None: ...
+    def show_samples(self, step: int, rows: Iterable[tuple[Any, ...]]) -> None: ...
     def draw(self) -> None: ...
     def close(self) -> None: ...
 

@@ -92,16 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         print(NO_CUDNN.format(reason=reason), file=sys.stderr)
 
-    def plan(config: Config, rollout: int | None = None) -> Plan:
-        found = footprint.measure(config, shape, vocab_size, devices, rollout is None)
-        return Plan(found if rollout is None else replace(found, rollout=rollout), target.memory / GIB, reserve)
+    def plan(config: Config, sampled: dict[int, int] | None = None) -> Plan:
+        room = target.memory - reserve * GIB
+        found = footprint.measure(config, shape, vocab_size, devices, room=room, sampled=sampled)
+        return Plan(found, target.memory / GIB, reserve)
 
     plans: dict[str, Plan] = {}
+    sampled: dict[int, int] = {}
     for name in OPTIMIZERS:
         print(f"compiling {name} ...", file=sys.stderr, flush=True)
         # Sampling is one program whatever trains the weights, unless they have adapters.
-        known = None if name == "lora" or not plans else plans["logra"].footprint.rollout
-        plans[name] = plan(footprint.with_optimizer(config, name), known)
+        plans[name] = plan(footprint.with_optimizer(config, name), {} if name == "lora" else sampled)
     largest = search(config, count, lambda changed: plan(changed).fits, shape) if found.search else {}
     if found.json:
         entries = {name: as_json(name, one, by_gpu) for name, one in plans.items()}
@@ -189,6 +190,7 @@ def rows(name: str, plan: Plan) -> dict[str, float]:
         "total": found.update,
         "kv_cache": found.kv_cache,
         "rollout": found.rollout,
+        "copy": found.copy,
         "reference": found.reference,
     }
     in_gib = {f"{key}_gib": size / GIB for key, size in figures.items()}
@@ -220,7 +222,23 @@ def header(config: Config, shape: ModelConfig, target: Target, count: int, by_gp
         f"mesh fsdp={count // config.mesh.tensor} tensor={config.mesh.tensor}; {compiled}\n"
         f"{rollout.prompts} prompts x {rollout.generations} answers, {config.data.max_prompt_length} + "
         f"{rollout.max_new_tokens} tokens, {passes} per micro-batch; rank {optimizer.rank} but for adamw\n"
+        f"{_sampled(config, count)}"
     )
+
+
+def _sampled(config: Config, count: int) -> str:
+    """What is counted as the rollout, where that is not the training's."""
+    from logra_jax.sampling import sampled_here
+
+    if config.rollout.engine == "jax":
+        return ""
+    asked = sampled_here(config, count // config.mesh.tensor)
+    here = (
+        "nothing is sampled here"
+        if asked is None
+        else (f"the rollout is that of the evaluation, {asked.prompts} prompts x {asked.samples} answers")
+    )
+    return f"vLLM servers sample what is trained on, and their memory is their own: {here}\n"
 
 
 def table(plans: dict[str, Plan]) -> str:
@@ -232,6 +250,7 @@ def table(plans: dict[str, Plan]) -> str:
         "temporaries": "temporaries of the update",
         "total": "update, compiled total",
         "kv_cache": "KV cache (computed; in the rollout)",
+        "copy": "weights laid out to sample (computed; in it)",
         "rollout": "rollout, compiled total",
         "reference": "copy of the weights for the reference KL",
         "reserve": "context and collectives (estimate)",
@@ -243,7 +262,7 @@ def table(plans: dict[str, Plan]) -> str:
     lines = [f"{'GiB per GPU':<50}" + "".join(f"{name:>9}" for name in columns)]
     for key, label in labels.items():
         values = [found.get(f"{key}_gib", found.get("sketches_gib", 0.0)) for found in columns.values()]
-        if key != "reference" or any(values):
+        if key not in ("reference", "copy") or any(values):
             lines.append(f"{label:<50}" + "".join(f"{value:9.2f}" for value in values))
     return "\n".join(lines)
 
@@ -272,7 +291,9 @@ def remedies(name: str, part: str | None, config: Config, count: int) -> str:
     """What to change so that less memory is needed for one part of `verdict`, or for any of them (None)."""
     micro, fsdp = config.loss.micro_batch, count // config.mesh.tensor
     changes = []
-    if part in ("rollout", None):
+    if part in ("rollout", None) and (config.rollout.engine == "jax" or config.data.eval is not None):
+        if config.rollout.layout == "tensor" or (part is None and config.rollout.layout == "auto" and count > 1):
+            changes.append("set rollout.layout=train")
         changes.append(f"lower rollout.prompts={config.rollout.prompts}")
         if config.rollout.generations > 1:
             changes.append(f"rollout.generations={config.rollout.generations}")

@@ -27,6 +27,11 @@ def check(config: Config) -> None:
             f"rollout.generations=1 leaves advantage.estimator={config.advantage.estimator} nothing to "
             "compare an answer with: use at least 2 generations, or advantage.estimator=running_baseline"
         )
+    if config.reward.overlong_tokens > rollout.max_new_tokens:
+        raise UserError(
+            f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollout.max_new_tokens="
+            f"{rollout.max_new_tokens}: lower it"
+        )
     if loss.micro_batch and rollout.rows % loss.micro_batch:
         raise UserError(
             f"loss.micro_batch={loss.micro_batch} does not divide the {rollout.rows} answers of an update "
@@ -180,6 +185,8 @@ def _check_vllm(config: Config) -> None:
                 f"rollout.{key}={_text(value)} cannot go with rollout.engine=vllm: its servers report probabilities "
                 "among the tokens that are left, and training needs those among all. Leave it out"
             )
+    if rollout.staleness:
+        _check_staleness(config)
     if vllm.gpus is not None and len(vllm.gpus.split(",")) != vllm.servers * vllm.tensor_parallel:
         raise UserError(
             f"vllm.gpus={vllm.gpus} does not name the {vllm.servers * vllm.tensor_parallel} GPUs of vllm.servers="
@@ -205,6 +212,20 @@ def _check_vllm(config: Config) -> None:
                 "optimizer.name=logra, optimizer.distribution=rademacher, and model.param_dtype=float32 or "
                 "model.rounding=residual. Set that, or vllm.full_every=1, which sends all weights at every update"
             )
+
+
+def _check_staleness(config: Config) -> None:
+    loss = config.loss
+    if loss.updates_per_batch != 1:
+        raise UserError(
+            f"rollout.staleness=1 cannot go with loss.updates_per_batch={loss.updates_per_batch}: the last of these "
+            "updates would be further from the answers. Set one of them to its default"
+        )
+    if loss.importance_cap is None:
+        raise UserError(
+            "rollout.staleness=1 learns from answers of other weights and needs loss.importance_cap, which weighs each "
+            "token by how much likelier it is now: 2 in the paper"
+        )
 
 
 def _check_optimizer(config: Config) -> None:

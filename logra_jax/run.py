@@ -9,25 +9,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from logra_jax import build, distributed, fit, models, optim
+from logra_jax import build, distributed, fit, models, optim, sampling, servers
 from logra_jax.config import Config, check_lengths, resolve_path
 from logra_jax.mesh import batch_sharding, fetch, make_mesh, place_array, shardings
 from logra_jax.optim.spec import leaves_with_paths
 from logra_jax.rl import advantage
+from logra_jax.rl.ahead import Ahead, Drawn
 from logra_jax.rl.batch import Batch
 from logra_jax.rl.engine import Engine, JaxEngine
 from logra_jax.rl.evaluate import Evaluation, Record, evaluate, means_by_task
+from logra_jax.rl.following import Following, Probe
 from logra_jax.rl.kl import draw_probe
 from logra_jax.rl.packing import Packing, pack
 from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.prompts import PromptOrder, PromptSet, require_rows
 from logra_jax.rl.reward import Grader
 from logra_jax.rl.rollout import Rollout, Sampler
+from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.tokenizer import decode, load_tokenizer
-from logra_jax.rl.update import Sent, TrainState
+from logra_jax.rl.update import TrainState
 from logra_jax.rl.vllm_engine import VllmEngine
 
 Tree = Any
+
+PROBE_PROMPTS = 8  # by which servers are compared with the trainer
 
 
 class Evaluator:
@@ -48,6 +53,7 @@ class Evaluator:
         self.rows_sharding = batch_sharding(self.mesh)
         self.shape = build.read_model_config(config)
         check_lengths(config, self.shape.max_position_embeddings)
+        self.group = sampling.groups(config, self.shape, self.mesh)[0]
         self.held_out: PromptSet | None = None
         if config.data.eval is not None:
             held_out, limit = self._read("eval"), config.eval.max_prompts
@@ -80,14 +86,12 @@ class Evaluator:
     def make_sampler(self, temperature: float, top_p: float, top_k: int = 0) -> Sampler:
         """A sampler of the model, with the end tokens and the vocabulary that all samplers of a run share."""
         on_mesh = self.model.replace(mesh=self.mesh)
-        return build.make_sampler(self.config, on_mesh, self.vocab_size, temperature, top_p, top_k)
+        return build.make_sampler(self.config, on_mesh, self.vocab_size, temperature, top_p, top_k, self.group)
 
     def evaluate(self, params: Tree) -> Evaluation:
         """Accuracy and its kin on the held-out prompts, under the same noise at every call."""
         assert self.held_out is not None
-        settings, count = self.config.eval, len(self.held_out)
-        # As many answers at a time as an update takes, in a number of prompts that the devices divide.
-        fsdp, wanted = self.mesh.shape["fsdp"], max(self.config.rollout.rows // settings.samples, 1)
+        settings = self.config.eval
         powers = [2**i for i in range(settings.samples.bit_length())]
         return evaluate(
             self.make_sampler(settings.temperature, settings.top_p),
@@ -95,7 +99,7 @@ class Evaluator:
             self.held_out,
             self.grader,
             decode=partial(decode, self.tokenizer),
-            batch=-(-min(wanted, count) // fsdp) * fsdp,
+            batch=sampling.evaluation(self.config, self.mesh.shape["fsdp"], len(self.held_out)).prompts,
             samples=settings.samples,
             ks=sorted({*powers, settings.samples}) if settings.samples > 1 else (),
             tasks=build.tasks_of(self.config, "eval", self.held_out),
@@ -120,6 +124,7 @@ class Evaluator:
             f"held out   {held_out}\n"
             f"devices    {mesh.devices.size} x {mesh.devices.flat[0].device_kind}, "
             f"mesh fsdp={mesh.shape['fsdp']} tensor={mesh.shape['tensor']}"
+            f"{f', sampling in groups of {self.group}' if self.group else ''}"
         )
 
 
@@ -136,8 +141,10 @@ class Run(Evaluator):
         self.spec = build.make_spec(config, empty)
         trained, _ = self._split(empty.abstract_params())  # refuses targets and ranks that do not fit
         paths = [path for path, _ in leaves_with_paths(trained)]
-        fit.check(config, self.shape, self.vocab_size, self.prompts.tokens.shape[1], list(self.mesh.devices.flat))
-        distributed.on_first(lambda: build.check_servers(config, self.shape, self.prompts.tokens.shape[1]))
+        width, devices = self.prompts.tokens.shape[1], list(self.mesh.devices.flat)
+        found = fit.check(config, self.shape, self.vocab_size, width, devices)
+        self.group = self.group if found is None else found
+        distributed.on_first(lambda: servers.check(config, self.shape, width))
         self.weights = self.load(dict.fromkeys(paths, config.model.param_dtype))
         if config.optimizer.name == "lora":
             self.weights = optim.add_adapters(self.weights, self.spec, config.optimizer.lora_alpha)
@@ -160,14 +167,30 @@ class Run(Evaluator):
         self.engine: Engine = JaxEngine(sampler)
         if rollout.engine == "vllm":
             shapes = {path: leaf.shape for path, leaf in leaves_with_paths(train)}
-            place = partial(place_array, sharding=self.rows_sharding)
             width = self.prompts.tokens.shape[1]
             interrupt = self._after_batch if distributed.alone() else lambda: None  # others would have to take part
-            self.engine = build.make_vllm_engine(config, sampler, width, shapes, self._write, place, interrupt)
+            self.engine = servers.make_engine(config, sampler, width, shapes, self._write, self.place, interrupt)
+        self.ahead = Ahead()
         on_mesh = self.model.replace(mesh=self.mesh)
         policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])
+        self._servers = self._following(policy)
         self._score = make_score(policy, loss.micro_batch)
         self._update = build.make_policy_update(config, policy, self.tx, self.spec, self.state_shardings)
+
+    def _following(self, policy: Policy) -> Following | None:
+        if not isinstance(self.engine, VllmEngine | SharedEngine):
+            return None
+        every, fsdp = self.config.vllm.drift_every, self.mesh.shape["fsdp"]
+        probe = None
+        if every:  # a number of prompts that the devices divide, some of them twice if there are too few
+            fixed = self.prompts.take(np.arange(-(-PROBE_PROMPTS // fsdp) * fsdp) % len(self.prompts))
+            everywhere = partial(place_array, sharding=self.everywhere)
+            probe = Probe(policy, fixed.tokens, fixed.lengths, self.place, everywhere)
+        return Following(self.engine, self.spec, probe, every)
+
+    def place(self, rows: np.ndarray) -> jax.Array:
+        """Rows of a batch, on the devices."""
+        return place_array(rows, self.rows_sharding)
 
     def _split(self, params: Tree) -> tuple[Tree, Tree]:
         return build.split(self.config, self.spec, params)
@@ -205,18 +228,28 @@ class Run(Evaluator):
         """All parameters of the policy."""
         return optim.merge(state.train, self.frozen)
 
-    def begin(self, state: TrainState, step: int) -> None:
-        """Bring the engine to the weights after `step` updates, which starts servers if it has any to start."""
-        self.engine.sync(self.params(state), version=step)
+    def follow(self, state: TrainState, step: int) -> dict[str, Any]:
+        """Bring the engine, which is drawing nothing, to the weights after `step` updates. Returns metrics.
 
-    def sample(self, state: TrainState, prompts: PromptSet, update: int) -> Rollout:
-        """Answers to a batch of prompts under the present policy, N = prompts x generations rows."""
-        place = partial(place_array, sharding=self.rows_sharding)
-        self.engine.sync(self.params(state), version=update)
+        Starts servers if there are any to start and none run.
+        """
+        if self._servers is not None:
+            return self._servers.follow(state, self.frozen, self.params(state), step)
+        self.engine.sync(self.params(state), version=step)
+        return {}
+
+    def draw_ahead(self, update: int, draw: Callable[[], Drawn]) -> None:
+        """Begin to draw the answers for an update, from `generate` and `grade`, in the background."""
+        assert isinstance(self.engine, VllmEngine)
+        self.engine.let_go()
+        self.ahead.start(update, draw)
+
+    def generate(self, prompts: PromptSet, update: int) -> Rollout:
+        """Answers to a batch of prompts under the engine's weights, N = prompts x generations rows."""
         return self.engine.generate(
-            place(prompts.tokens),
-            place(prompts.lengths),
-            place(prompts.ids),
+            self.place(prompts.tokens),
+            self.place(prompts.lengths),
+            self.place(prompts.ids),
             n=self.config.rollout.generations,
             seed=self.config.seed,
             update=update,
@@ -234,9 +267,11 @@ class Run(Evaluator):
         repeated = prompts.take(np.repeat(np.arange(len(prompts)), n))
         return self.grader.grade(repeated.texts, texts, repeated.columns).reshape(len(prompts), n)
 
-    def advantages(self, rewards: np.ndarray, baseline: float) -> tuple[advantage.Advantages, float]:
+    def advantages(self, rollout: Rollout, rewards: np.ndarray, baseline: float) -> tuple[advantage.Advantages, float]:
         """Advantages, and the running baseline after these rewards (unchanged by the other estimators)."""
-        settings = self.config.advantage
+        settings, span = self.config.advantage, self.config.reward.overlong_tokens
+        lengths = fetch(rollout.lengths).reshape(rewards.shape)
+        rewards = rewards + advantage.overlong_penalty(lengths, self.config.rollout.max_new_tokens, span)
         if settings.estimator == "running_baseline":
             return advantage.running_baseline(
                 rewards, baseline, weight=settings.baseline_weight, failure_reward=settings.failure_reward
@@ -247,18 +282,20 @@ class Run(Evaluator):
 
     def batch(self, rollout: Rollout, advantages: advantage.Advantages, state: TrainState) -> Batch:
         """The rows to learn from, with log-probabilities if several updates or a reference KL need them."""
-        place = partial(place_array, sharding=self.rows_sharding)
+        valid = advantages.valid.reshape(-1)
+        if self.config.loss.skip_cut_off:
+            valid = valid & fetch(rollout.stopped)
         batch = Batch(
             tokens=rollout.tokens,
             prompt_lengths=rollout.prompt_lengths,
             lengths=rollout.lengths,
             stopped=rollout.stopped,
-            valid=place(advantages.valid.reshape(-1)),
-            advantages=place(advantages.values.reshape(-1)),
+            valid=self.place(valid),
+            advantages=self.place(advantages.values.reshape(-1)),
             rollout_logprobs=rollout.logprobs,
             probe=place_array(np.zeros(0, np.int32), self.everywhere),
             check=place_array(np.zeros((), bool), self.everywhere),
-            packing=self._pack(rollout, advantages.valid.reshape(-1)),
+            packing=self._pack(rollout, valid),
         )
         if self.config.loss.updates_per_batch > 1:
             batch = batch._replace(old_logprobs=self._score(state.train, self.frozen, batch))
@@ -281,7 +318,7 @@ class Run(Evaluator):
         return jax.tree.map(lambda array, leaf: place_array(np.asarray(array), leaf.sharding), found, layout)
 
     def update(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, dict[str, Any]]:
-        """One update, also of the servers' weights if there are any.
+        """One update, also of the servers' weights if there are any and they are drawing nothing.
 
         Waits for it and returns its metrics as Python numbers. Consumes ``state``.
         """
@@ -296,20 +333,9 @@ class Run(Evaluator):
         if not check:
             metrics.pop("kl/realized", None)  # measured now and then only
         found = {name: value.item() for name, value in fetch(metrics).items()}
-        if isinstance(self.engine, VllmEngine) and sent and found["ok"]:
-            found |= self._send(self.engine, state, step + 1, fetch(sent[0]))
+        if self._servers is not None and sent and found["ok"]:
+            found |= self._servers.give(state, step + 1, fetch(sent[0]), later=self.ahead.update is not None)
         return state, found
-
-    def _send(self, engine: VllmEngine, state: TrainState, version: int, sent: Sent) -> dict[str, Any]:
-        others = {path: leaf for path, leaf in leaves_with_paths(state.train) if path not in sent.factors}
-        return engine.advance(
-            version,
-            sent.factors,
-            fetch(others),
-            seed=self.spec.seed,
-            drawn=int(self.spec.redraw(sent.before)),
-            decay=float(sent.decay),
-        )
 
     def rollout_metrics(
         self, prompts: PromptSet, rollout: Rollout, rewards: np.ndarray, advantages: advantage.Advantages
@@ -318,8 +344,11 @@ class Run(Evaluator):
         (lengths, stopped), graded = fetch((rollout.lengths, rollout.stopped)), rewards[advantages.valid]
         tasks = build.tasks_of(self.config, "train", prompts)
         by_task = {} if tasks is None else means_by_task(tasks, rewards, advantages.valid)
-        return {
-            **{f"reward/{task}": mean for task, mean in by_task.items()},
+        found = {f"reward/{task}": mean for task, mean in by_task.items()}
+        if span := self.config.reward.overlong_tokens:
+            penalty = advantage.overlong_penalty(lengths, self.config.rollout.max_new_tokens, span)
+            found["reward/overlong"] = float(penalty.mean())
+        return found | {
             "reward/mean": float(graded.mean()),
             "reward/std": float(graded.std()),
             "response/length": float(lengths.mean()),
@@ -336,7 +365,8 @@ class Run(Evaluator):
     def _write(self, params: Tree, folder: Path) -> None:
         """All weights for servers to load, no less exact than they are here."""
         dtype = "float32" if self.config.model.param_dtype == "float32" else None
-        models.save_hf(self.model, optim.merge_adapters(params), folder, overwrite=True, dtype=dtype)
+        plain, writes = optim.merge_adapters(params), distributed.first()
+        models.save_hf(self.model, plain, folder, overwrite=True, dtype=dtype, write=writes)
 
     def _kinds(self) -> dict[str, list[int]]:
         """Numbers in each parameter, by what is done with it."""

@@ -77,6 +77,12 @@ class Data:
         None, "column that names a row's task, for rewards and accuracies by task; null: in mixtures task, else none"
     )
     template: Literal["chat", "plain"] = _f("chat", "apply the model's chat template, or take the text as it is")
+    enable_thinking: bool | None = _f(
+        None,
+        "let the model think before it answers, where its chat template has that switch (Qwen3 and later); null: as "
+        "the template has it",
+        only="data.template=chat",
+    )
     prompt_format: str = _f("{prompt}", "text put around a prompt that is a text, not messages; must contain {prompt}")
     system: str | None = _f(None, "system message; plain: a line above the prompt. A row's own one is kept instead")
     max_prompt_length: int = _f(1024, "longest prompt in tokens", "[1, inf)")
@@ -98,6 +104,13 @@ class Rollout:
         "what samples the answers that are trained on: jax, on the devices that train, or vLLM servers, to which "
         "updates travel as factors. Evaluation always takes jax",
     )
+    dynamic_sampling: int = _f(
+        0,
+        "batches of prompts drawn at most, besides the first, to replace groups whose answers all have the same reward "
+        "(DAPO); 0: none are replaced",
+        "[0, inf)",
+        "advantage.estimator!=running_baseline",
+    )
     slots: int = _f(
         0,
         "answers sampled at a time, with memory for their keys and values: when one ends, the next that waits takes "
@@ -107,6 +120,21 @@ class Rollout:
     )
     cache_dtype: Literal["float32", "bfloat16"] | None = _f(
         None, "number format of the keys and values of sampling; null: model.compute_dtype", only=_SAMPLES
+    )
+    layout: Literal["auto", "train", "tensor"] = _f(
+        "auto",
+        "where weights lie while the built-in sampler is at work: as in training, put together for every token, or a "
+        "copy in model.compute_dtype per rollout, of which devices in groups split every product (tensor); auto: what "
+        "moves less between devices, and fits",
+        only=_SAMPLES,
+    )
+
+    staleness: int = _f(
+        0,
+        "updates that answers may be behind the weights that learn from them. 1: those of the next update are drawn "
+        "and graded while one is computed, which loss.importance_cap must make up for",
+        "[0, 1]",
+        _VLLM,
     )
 
     @property
@@ -150,6 +178,13 @@ class Vllm:
         "[0, inf)",
         _VLLM,
     )
+    drift_every: int = _f(
+        10,
+        "updates between comparisons of the servers' log-probabilities of 8 prompts with the trainer's; where they are "
+        "apart by more than 5 times what they were after the last load of all weights, these are loaded. 0: never",
+        "[0, inf)",
+        _VLLM,
+    )
 
 
 @dataclass(frozen=True)
@@ -163,6 +198,12 @@ class Reward:
         None,
         "regex, group 1 of its last match is the answer; null: all of the text",
         only="reward.kind=exact,reasoning_gym",
+    )
+    overlong_tokens: int = _f(
+        0,
+        "answers lose up to 1 of their reward in the last so many tokens before rollout.max_new_tokens, in proportion "
+        "(DAPO's soft overlong punishment); 0: off",
+        "[0, inf)",
     )
     timeout_s: float = _f(5.0, "seconds until the grading of one answer is given up", "(0, inf)", "reward.kind!=exact")
     workers: int = _f(2, "grading processes", "[1, inf)", "reward.kind!=exact")
@@ -192,7 +233,18 @@ class Advantage:
 class Loss:
     """Policy-gradient loss."""
 
-    aggregation: Literal["token", "sequence"] = _f("token", "mean over all tokens, or over answers of their means")
+    aggregation: Literal["token", "sequence", "constant"] = _f(
+        "token",
+        "mean over all tokens; over answers of their means; or over answers of their sums divided by "
+        "rollout.max_new_tokens (Dr. GRPO)",
+    )
+    ratio: Literal["token", "sequence"] = _f(
+        "token",
+        "new to old probability of each token, or of its whole answer, as the geometric mean over its tokens (GSPO, "
+        "which goes with aggregation=sequence)",
+        only="loss.updates_per_batch!=1",
+    )
+    skip_cut_off: bool = _f(False, "leave answers that were cut off out of the loss (DAPO's overlong filtering)")
     clip_low: float | None = _f(None, "ratio clipped at 1 - clip_low; null: not", "[0, 1)", "loss.updates_per_batch!=1")
     clip_high: float | None = _f(
         None, "ratio clipped at 1 + clip_high; null: not", "[0, inf)", "loss.updates_per_batch!=1"
@@ -262,7 +314,12 @@ class KL:
     alpha_max: float = _f(3.0, "largest factor on the proposed update", "(0, inf)", _CONTROL)
     probe_responses: int = _f(8, "answers the prediction is made on", "[1, inf)", f"{_CONTROL} or {_CHECK}")
     probe_tokens: int = _f(4096, "tokens used of each of them", "[1, inf)", f"{_CONTROL} or {_CHECK}")
-    mismatch: bool = _f(True, "take the gap between sampler and trainer off the budget", only=_CONTROL)
+    mismatch: bool = _f(
+        True,
+        "take the gap between sampler and trainer off the budget; with rollout.staleness=1 the update in between is "
+        "part of it, and the budget is for the way from the weights that sampled",
+        only=_CONTROL,
+    )
     check_every: int = _f(10, "updates between measurements of the KL that really came out; 0: never", "[0, inf)")
     check_responses: int = _f(8, "answers used for that measurement", "[1, inf)", _CHECK)
 

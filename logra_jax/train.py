@@ -1,7 +1,7 @@
 """python -m logra_jax.train: GRPO with gradient sketches, RowAdam and predicted-KL steps (arXiv 2610.06647).
 
 Without arguments it trains the packaged demo. `Trainer.train_on_batch` is the whole algorithm: prompts,
-rollout, rewards, advantages, jitted update, policy back to the sampler (they share weights).
+rollout, rewards, advantages, jitted update, policy back to the sampler (which shares weights, or is sent updates).
 """
 
 import dataclasses
@@ -23,11 +23,13 @@ from logra_jax.signals import StopFlag, Stopped
 from logra_jax.watchdog import Watchdog
 
 if TYPE_CHECKING:  # --help and wrong settings need no jax
+    from logra_jax.answers import Answers
     from logra_jax.checkpoint import Checkpoints
     from logra_jax.metrics import MetricsWriter, NoMetrics
     from logra_jax.rl.update import TrainState
     from logra_jax.run import Run
 
+PATIENCE = 3  # batches that teach nothing, before it is said
 FAILED = 1  # exit code of a run that had to stop itself
 
 
@@ -167,6 +169,7 @@ def report_changes(file: Path, config: Config) -> None:
 
 def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, str]:
     """Train to the end, or until something stops it. Returns exit code and last words."""
+    from logra_jax.answers import Answers
     from logra_jax.checkpoint import Checkpoints, steps
     from logra_jax.fit import ran_out
     from logra_jax.metrics import MetricsWriter, NoMetrics
@@ -174,7 +177,8 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
     config = run.config
     settings, log = config.checkpoint, config.log
     with (
-        closing(run.engine),
+        closing(run.ahead),
+        closing(run.engine),  # which ends what is drawn ahead
         closing(Checkpoints(out / "checkpoints", settings.keep, settings.keep_best, settings.async_)) as checkpoints,
     ):
         found = None
@@ -190,7 +194,7 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
             distributed.on_first(lambda: write_settings(config))
             print(f"resumed after {progress.step} updates", flush=True)
         try:
-            run.begin(state, progress.step)
+            run.follow(state, progress.step)
         except Stopped as stopped:  # while servers start
             return stopped.code, f"{stopped}: saved after {progress.step} updates; go on with --resume"
         with closing(
@@ -206,7 +210,10 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
             if distributed.first()
             else NoMetrics()
         ) as metrics:
-            trainer = Trainer(run, stop, checkpoints, metrics, state, progress)
+            answers = Answers(run, stop)
+            if found is not None and found.host:
+                answers.take_over(found.host, progress.consumed)
+            trainer = Trainer(run, stop, checkpoints, metrics, state, progress, answers)
             del found, state  # the trainer's alone: the first update writes over it
             try:
                 trainer.run_to_end()
@@ -245,11 +252,14 @@ class Trainer:
         metrics: "MetricsWriter | NoMetrics",
         state: "TrainState",
         progress: Progress,
+        answers: "Answers",
     ):
         self.run, self.config, self.stop = run, run.config, stop
         self.checkpoints, self.metrics = checkpoints, metrics
         self.state, self.progress = state, progress
         self.score: float | None = None  # of the present weights, once they have been evaluated
+        self.taught_nothing = 0  # batches in a row
+        self.answers = answers
 
     def run_to_end(self) -> None:
         """Train until config.steps updates are done and saved."""
@@ -265,24 +275,26 @@ class Trainer:
     def train_on_batch(self, before: dict[str, Any]) -> None:
         """Sample, grade and learn from one batch of prompts. before: metrics to add to the first update's."""
         from logra_jax.mesh import fetch
+        from logra_jax.rl.ahead import staleness
 
         config, progress, run = self.config, self.progress, self.run
         self.stop.check()
         started = time.perf_counter()
-        prompts = run.prompts.take(run.order.rows(progress.consumed, config.rollout.prompts))
-        rollout = run.sample(self.state, prompts, update=progress.step)
-        tokens = int(np.sum(fetch(rollout.lengths)))  # waits for the rollout
-        sampled = time.perf_counter()
-        self.stop.check()
-        rewards = run.grade(prompts, rollout)
-        graded = time.perf_counter()
+        drawn, found = self.answers.next(self.state, progress.step, progress.consumed)
+        rollout, rewards, prompts = drawn.rollout, drawn.rewards, run.prompts.take(drawn.rows)
         self.stop.check()
 
-        advantages, progress.baseline = run.advantages(rewards, progress.baseline)
-        progress.consumed += len(prompts)
-        shared = run.rollout_metrics(prompts, rollout, rewards, advantages)
+        tokens = int(np.sum(fetch(rollout.lengths)))
+        advantages, progress.baseline = run.advantages(rollout, rewards, progress.baseline)
+        progress.consumed += drawn.consumed
+        self.answers.used()
+        spent = {key: found.pop(key) for key in ("time/rollout_s", "time/reward_s")}
+        shared = found | run.rollout_metrics(prompts, rollout, rewards, advantages)
+        self.remark(shared)
         batch = run.batch(rollout, advantages, self.state)
-        spent = {"time/rollout_s": sampled - started, "time/reward_s": graded - sampled}
+        if rollout.versions is not None:
+            versions = fetch(rollout.versions)
+            shared["rollout/staleness"] = staleness(versions, progress.step, config.rollout.staleness)
         updates = config.loss.updates_per_batch
         # From the step's place among the updates of a batch: 0, unless resumed after a stop between them.
         for _ in range(progress.step % updates, updates):
@@ -298,6 +310,18 @@ class Trainer:
             times = {**spent, "time/update_s": now - learning, "tokens/s": tokens / (now - started)}
             self.finish_update({"step": progress.step, **shared, **learned, **times, **before})
             before, started, spent = {}, now, dict.fromkeys(spent, 0.0)
+
+    def remark(self, row: dict[str, Any]) -> None:
+        """Say so when batch after batch teaches nothing."""
+        self.taught_nothing = self.taught_nothing + 1 if row["advantage/zero_share"] == 1 else 0
+        if self.taught_nothing == PATIENCE and distributed.first():
+            print(
+                f"note: in {PATIENCE} batches no answer was better than the others to its prompt (mean reward "
+                f"{row['reward/mean']:.3g}), so there was nothing to learn. Look at what is sampled: have answers the "
+                f"form that reward.kind={self.config.reward.kind} asks for, and room to end in rollout.max_new_tokens?",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def finish_update(self, row: dict[str, Any]) -> None:
         """Evaluate where that is due, write the metrics of an update, and save where that is due."""
@@ -336,8 +360,9 @@ class Trainer:
 
     def save(self, wait: bool = False) -> None:
         """Write a checkpoint of everything that a resumed run needs to go on bit for bit."""
+        host = self.answers.to_save(self.progress.step)
         packed, meta = self.run.pack(self.state), dataclasses.asdict(self.progress)
-        self.checkpoints.save(self.progress.step, packed, meta, self.score)
+        self.checkpoints.save(self.progress.step, packed, meta, self.score, host)
         if wait:
             self.checkpoints.wait()
 

@@ -3,11 +3,12 @@
 import json
 import os
 import shutil
+import subprocess
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -67,6 +68,15 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder for compiled programs that the tests of the commands share, subprocesses included."""
     return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture
+def members() -> Iterator[Callable[..., list[subprocess.Popen]]]:
+    """See `members.starting`."""
+    from members import starting
+
+    with starting() as start:
+        yield start
 
 
 @pytest.fixture

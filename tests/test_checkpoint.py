@@ -69,12 +69,24 @@ def largest_file(folder: Path) -> Path:
 
 
 def test_round_trip_is_bit_exact_and_keeps_structure(saved):
-    step, state, meta = saved.restore(template(make_state()))
+    step, state, meta, host = saved.restore(template(make_state()))
     expected = make_state(2)
-    assert (step, meta) == (2, {"consumed": 20})
+    assert (step, meta, host) == (2, {"consumed": 20}, {})
     assert jax.tree.structure(state) == jax.tree.structure(expected)
     assert bits(state) == bits(expected)
     assert [x.dtype for x in jax.tree.leaves(state)] == [x.dtype for x in jax.tree.leaves(expected)]
+
+
+def test_arrays_of_the_host_come_back_and_are_summed(saved, tmp_path):
+    given = {"rewards": np.array([[np.nan, 1]], np.float32), "stopped": np.array([True, False])}
+    saved.save(3, make_state(3), {}, host=given)
+    found = saved.restore(template(make_state())).host
+    assert found.keys() == given.keys()
+    for name, values in given.items():
+        np.testing.assert_array_equal(found[name], values)
+        assert found[name].dtype == values.dtype
+    (tmp_path / "3" / "host.npz").write_bytes(b"")
+    assert saved.restore(template(make_state())).step == 2
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (4, 8), (2, 2)])

@@ -1,33 +1,24 @@
 """Processes that are one run: how they find each other, that they change no result, and how they end."""
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from members import assert_same, ended, outcome, variables
 
 from logra_jax import cli, distributed, train
-from logra_jax.checkpoint import read_arrays
 from logra_jax.config import load_config
 from logra_jax.distributed import Member, find
 from logra_jax.errors import UserError
-from logra_jax.metrics import read_rows
 
 STEP = {
     "SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[07-08,11],login", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }  # fmt: skip
-
-
-def variables(address, count, number):
-    found = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": number}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 # 61440 + (70001 + 2) % 4096 = 61811
@@ -94,45 +85,6 @@ def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
     assert f"out={tmp_path} is another folder here" in str(train.unseen(config, patience=0.0))
     (tmp_path / "config.yaml").touch()
     assert train.unseen(config, patience=0.0) is None
-
-
-@pytest.fixture
-def members():
-    """Starts the processes of one run, one CPU device each; none of them outlives the test."""
-    started = []
-
-    def start(*command, count=2):
-        port = free_port()
-        processes = [
-            subprocess.Popen(
-                [sys.executable, *command],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ
-                | variables(f"localhost:{port}", "2", str(number))
-                | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
-            )
-            for number in range(count)
-        ]
-        started.extend(processes)
-        return processes
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def free_port():
-    with socket.create_server(("", 0)) as found:
-        return found.getsockname()[1]
-
-
-def ended(processes):
-    """Exit code, output and errors of each."""
-    said = [process.communicate(timeout=200) for process in processes]
-    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 
 MEMBER = """
@@ -298,16 +250,6 @@ def test_what_processes_say_to_each_other_and_how_they_end(members, tmp_path):
     assert "KeyError: 'a fault'" in errors
 
 
-def outcome(out, step):
-    """Everything that must not depend on the number of processes."""
-    arrays = {k: np.asarray(v) for k, v in read_arrays(Path(out, "checkpoints", str(step)).resolve(), "").items()}
-    rows = [
-        {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens/s"}
-        for row in read_rows(Path(out, "metrics.jsonl"))
-    ]
-    return arrays, rows, {path.name: path.read_bytes() for path in Path(out, "hf").iterdir()}
-
-
 def test_two_processes_are_one_with_two_devices(members, command_settings, capsys):
     settings = [*command_settings, *["mesh.fsdp=2", "loss.reference_kl=0", "kl.check_every=0"]]
     # Evaluation samples with the program of the rollouts.
@@ -322,10 +264,3 @@ def test_two_processes_are_one_with_two_devices(members, command_settings, capsy
         assert train.main([*settings, f"out={out}", "steps=3", "--resume"]) == 0
         assert "resumed after 2 updates" in capsys.readouterr().out
     assert_same(outcome("out", 3), outcome("whole", 3))
-
-
-def assert_same(got, wanted):
-    assert got[0].keys() == wanted[0].keys()
-    for name, value in wanted[0].items():
-        np.testing.assert_array_equal(got[0][name], value, err_msg=name)
-    assert got[1:] == wanted[1:]

@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 
 from logra_jax import cli, evaluate, train
+from logra_jax.config import load_config
+from logra_jax.errors import UserError
 from logra_jax.metrics import read_rows
+
+ROWS = [f"{a}*{b}=" for a in (8, 12, 345) for b in range(2, 8)]  # of `small_run`
 
 
 def test_same_accuracy_as_the_run_that_made_the_model(command_settings, capsys):
@@ -19,18 +23,23 @@ def test_same_accuracy_as_the_run_that_made_the_model(command_settings, capsys):
     assert evaluate.main(["--config", "out/config.yaml", "model.path=out/hf"]) == 0
     said = capsys.readouterr()
     (line,) = said.out.splitlines()
-    assert {f"eval/{name}": value for name, value in json.loads(line).items()} == last
+    found = json.loads(line)
+    low, high = found.pop("ci95")["accuracy"]
+    assert {f"eval/{name}": value for name, value in found.items()} == last
+    # One answer each: the interval of 12 independent trials, whose ends lie Z standard errors from the share.
+    for end in (low, high):
+        assert abs(end - found["accuracy"]) == pytest.approx(1.959964 * np.sqrt(end * (1 - end) / 12), rel=1e-5)
     assert said.err.count("prompt ") == 3  # log.samples
     assert "optimizer" not in said.err
 
 
-def test_pass_at_k_without_training_data(command_settings, capsys, monkeypatch):
+def test_several_answers_without_training_data_kept_in_a_folder(command_settings, capsys, monkeypatch):
     def no_optimizer(*args, **kwargs):
         raise AssertionError("evaluation needs no optimizer")
 
     monkeypatch.setattr("logra_jax.build.make_optimizer", no_optimizer)
     argv = [*command_settings, "data.train=absent.jsonl", "rollout.prompts=1000", "eval.samples=3"]
-    assert evaluate.main([*argv, "log.samples=36"]) == 0
+    assert evaluate.main([*argv, "log.samples=36", "--out=new/kept"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     rewards = [float(line.split()[1]) for line in said.err.splitlines() if line.startswith("reward ")]
@@ -42,7 +51,33 @@ def test_pass_at_k_without_training_data(command_settings, capsys, monkeypatch):
     for k, chances in enumerate(expected, start=1):
         assert found[f"pass@{k}"] == pytest.approx(np.mean(chances))
     assert 0 < found["pass@1"] < found["pass@3"]
-    assert list(Path().iterdir()) == []
+    # Who has an answer at all, a 7, is right: one is enough for the majority.
+    assert found["maj@3"] == found["pass@3"]
+    assert found["ci95"].keys() == {"accuracy", "pass@1", "pass@2", "pass@3", "maj@3"}
+    assert all(low < found[name] < high for name, (low, high) in found["ci95"].items())
+
+    assert {file.name for file in Path("new/kept").iterdir()} == {"generations.jsonl", "metrics.json", "settings.yaml"}
+    assert json.loads(Path("new/kept/metrics.json").read_text()) == found
+    assert load_config("new/kept/settings.yaml") == cli.parse([*argv, "log.samples=36"], "", "").config
+    rows = [json.loads(line) for line in Path("new/kept/generations.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == rewards
+    assert [(row["id"], row["sample"]) for row in rows] == [(i, n) for i in range(12) for n in range(3)]
+    for row in rows:
+        assert row["prompt"] == ROWS[row["id"]]
+        assert row["reward"] == ("7" in row["completion"]) == (row["answer"] == "7")
+        assert row["task"] is None
+    assert np.mean([row["length"] for row in rows]) == pytest.approx(found["length"])
+    assert np.mean([row["stopped"] for row in rows]) == pytest.approx(1 - found["cut_off"])
+    # Nothing is overwritten, and that is said before anything is sampled.
+    with pytest.raises(UserError, match="--out new/kept is not empty"):
+        evaluate.main([*argv, "--out=new/kept"])
+    assert list(Path().iterdir()) == [Path("new")]
+
+
+def test_a_folder_that_cannot_be_made(command_settings):
+    Path("file").write_text("")
+    with pytest.raises(UserError, match="--out file/kept cannot be written"):
+        evaluate.main([*command_settings, "--out=file/kept"])
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_run_that_fits_only_in_a_larger_share(need, given, said):
 def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, monkeypatch):
     gib = Footprint(weights=9, optimizer=3, gradients=1, temporaries=30, kv_cache=4, update=42, rollout=20, reference=0)
     fake = Footprint(**{key: value * GIB for key, value in vars(gib).items()})
-    monkeypatch.setattr("logra_jax.footprint.measure", lambda *args: fake)
+    monkeypatch.setattr("logra_jax.footprint.measure", lambda *args, **rest: fake)
     argv = ["--gpu", "RTX 4090", *settings, "model.remat=none", "model.attention=cudnn"]
     assert plan.main(argv) == 0
     said = capsys.readouterr().out

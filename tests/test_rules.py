@@ -67,6 +67,12 @@ TOGETHER = [
     ([*VLLM, "rollout.top_k=5"], ["rollout.top_k=5", "rollout.engine=vllm"]),
     ([*VLLM, "optimizer.distribution=gaussian"], ["distribution=gaussian", "rademacher", "vllm.full_every=1"]),
     ([*VLLM, "model.param_dtype=bfloat16"], ["model.rounding=null", "model.rounding=residual", "vllm.full_every=1"]),
+    (["rollout.staleness=1", "loss.importance_cap=2"], ["rollout.staleness=1", "no effect", "rollout.engine=jax"]),
+    ([*VLLM, "rollout.staleness=1"], ["rollout.staleness=1", "needs loss.importance_cap"]),
+    (
+        [*VLLM, "rollout.staleness=1", "loss.importance_cap=2", "loss.updates_per_batch=2", "steps=4", "eval.every=2"],
+        ["rollout.staleness=1", "loss.updates_per_batch=2"],
+    ),
     ([*VLLM, *LORA, "optimizer.update_ratio=null"], ["optimizer.name=lora", "vllm.full_every=1"]),
     (["optimizer.warmup=100"], ["optimizer.warmup=100", "steps=100"]),
     (["reward.kind=exact", "reward.pattern=#.*$"], ["reward.pattern", "needs a group"]),
@@ -147,7 +153,7 @@ CHOICES = [
     *((key, "eval.temperature=0", "eval.temperature=0.5") for key in ("eval.samples=4", "eval.top_p=0.9")),
     ("log.project=mine", "log.wandb=off", "log.wandb=offline"),
     *((f"vllm.{key}", "rollout.engine=jax", "rollout.engine=vllm vllm.python=python")
-      for key in ("timeout_s=9", "folder=shared", "full_every=2")),
+      for key in ("timeout_s=9", "folder=shared", "full_every=2", "drift_every=2")),
     *((f"vllm.{key}", "rollout.engine=vllm vllm.urls=[http://a:1]", "rollout.engine=vllm vllm.python=python")
       for key in ("servers=2", "tensor_parallel=2", "dtype=float32", "arguments=[--enforce-eager]", "start_s=9",
                   "gpus=4")),

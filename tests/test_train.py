@@ -229,9 +229,18 @@ def test_rewards_that_all_fail_lose_nothing(base, capsys):
     assert [row["step"] for row in read_rows("out/metrics.jsonl")] == [0, 1, 2]
 
 
+def test_batches_that_teach_nothing_are_remarked_on(base, capsys):
+    argv = [*base, "steps=4", "data.eval=null", "checkpoint.every=0", "reward.pattern=(nowhere)"]
+    assert train.main(argv) == 0
+    said = capsys.readouterr().err
+    assert said.count("in 3 batches no answer was better than the others to its prompt (mean reward 0)") == 1
+    assert {row["advantage/zero_share"] for row in read_rows("out/metrics.jsonl")} == {1}
+
+
 SMOKE = {
     "dense_others": """
-        loss.micro_batch=4 loss.aggregation=sequence loss.importance_cap=2 advantage.estimator=leave_one_out
+        loss.micro_batch=4 loss.aggregation=constant loss.importance_cap=2 advantage.estimator=leave_one_out
+        loss.skip_cut_off=true reward.overlong_tokens=3
         model.remat=full model.compute_dtype=bfloat16 optimizer.others=adamw optimizer.weight_decay=.01
         optimizer.others_learning_rate=1e-3 optimizer.max_grad_norm=1 rollout.top_k=9 rollout.top_p=.9""",
     "two_by_two": """
@@ -295,7 +304,9 @@ def test_hybrid_models_learn_the_same_in_packed_rows_on_four_devices(base, fixtu
     assert train.main([*argv, "out=packed", "loss.token_budget=44", "mesh.fsdp=2", "mesh.tensor=2"]) == 0
     for plain, packed in zip(*(read_rows(f"{out}/metrics.jsonl") for out in ("plain", "packed")), strict=True):
         assert plain["grad/norm"] > 0
-        assert abs(plain["importance/mean"] - 1) < 1e-4  # the sampler's log-probabilities are the trainer's
+        # The sampler's log-probabilities are the trainer's.
+        assert 0 < plain["importance/deviation"] < plain["importance/max_deviation"] < 1e-4
+        assert plain["importance/max_deviation"] == pytest.approx(packed["importance/max_deviation"], abs=1e-5)
         assert abs(plain["kl/predicted"] / plain["kl/budget"] - 1) < 1e-3
         for name in ("grad/norm", "kl/alpha", "kl/predicted", "kl/realized", "loss", "entropy", "response/length"):
             np.testing.assert_allclose(packed[name], plain[name], rtol=1e-3, atol=1e-6, err_msg=name)

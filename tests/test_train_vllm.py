@@ -12,15 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from members import assert_same, ended, outcome
+from safetensors.numpy import load_file, save_file
 from served import served
 
 import logra_jax.run
-from logra_jax import build, cli, train
+from logra_jax import build, cli, servers, train
 from logra_jax.config import load_config, resolve_path
 from logra_jax.metrics import MetricsWriter, read_rows
 from logra_jax.models import load_hf
 from logra_jax.optim import twin
+from logra_jax.rl.vllm_engine import VllmEngine
 from logra_jax.sync import blob
 from logra_jax.sync.client import Client
 
@@ -32,8 +34,9 @@ class Stand:
 
     def __init__(self) -> None:
         self.calls: list = []
+        self.logits = None
         self.weights: dict[str, np.ndarray] = {}
-        self.version, self.longest, self.fails = "", 64, ()
+        self.version, self.longest, self.fails, self.refuses, self.folder = "", 64, (), "never", Path()
         self.vllm, self.model = "0.32.0", {}
 
     def answer(self, path: str, body: dict) -> object:
@@ -43,18 +46,31 @@ class Stand:
             self.version = body["new_version"]
         if path == "/inference/v1/generate":
             sampling = body["sampling_params"]
+            if "prompt_logprobs" in sampling:
+                return {"prompt_logprobs": self.score(body["token_ids"])}
             return {"choices": [self.choice(j, sampling) for j in range(sampling["n"])]}
         card = {"id": "policy", "max_model_len": self.longest}
         return {"/v1/models": {"data": [card]}, "/reset_prefix_cache": {"success": True}}.get(path, {})
 
     def choice(self, j: int, sampling: dict) -> dict:
         (end,), longest = sampling["stop_token_ids"], sampling["max_tokens"]
-        tokens = np.random.default_rng(sampling["seed"] + j).integers(2, 17, longest).tolist()
+        seed = [sampling["seed"] + j, int(self.version)]  # answers tell under which weights they were drawn
+        tokens = np.random.default_rng(seed).integers(2, 17, longest).tolist()
         tokens[-1] = end if j % 2 else tokens[-1]
         return {
             "index": j, "token_ids": tokens, "finish_reason": "stop" if j % 2 else "length",
             "logprobs": {"content": [{"logprob": -2.8}] * longest}, "weight_versions": [{"version": self.version}],
         }  # fmt: skip
+
+    def score(self, ids: list[int]) -> list:
+        """Real log-probabilities of the weights that are here."""
+        shutil.copytree(self.folder, "scored", dirs_exist_ok=True)
+        save_file(self.weights, "scored/model.safetensors")
+        model, params = load_hf("scored")
+        self.logits = self.logits or jax.jit(model.logits)
+        row = np.pad(ids, (0, 8 - len(ids)))[None].astype(np.int32)
+        found = np.asarray(jax.nn.log_softmax(self.logits(params, row, np.arange(8)[None] < len(ids))[0]))
+        return [None, *({str(ids[i]): {"logprob": float(found[i - 1, ids[i]])}} for i in range(1, len(ids)))]
 
     def logra_describe(self, asked: dict) -> dict:
         return {"vllm": self.vllm, "max_num_seqs": 4, "piece": 0, "cpu": True, "model": self.model}
@@ -66,7 +82,8 @@ class Stand:
         return {"parts": {name: [[[0, size] for size in shape]] for name, shape in shapes.items()}}
 
     def logra_reload(self, asked: dict) -> dict:
-        self.weights = load_file(Path(asked["path"], "model.safetensors"))
+        self.folder = Path(asked["path"])
+        self.weights = load_file(self.folder / "model.safetensors")
         return {}
 
     def logra_apply(self, asked: dict) -> dict:
@@ -86,7 +103,13 @@ class Stand:
 @pytest.fixture
 def stand():
     stand = Stand()
-    with served(lambda path, body: (200, stand.answer(path.partition("?")[0], body or {}))) as url:
+
+    def answer(path: str, body: object) -> tuple[int, object]:
+        if path == "/inference/v1/generate" and stand.version == stand.refuses:
+            return 500, {}
+        return 200, stand.answer(path.partition("?")[0], body or {})
+
+    with served(answer) as url:
         stand.url = url
         yield stand
 
@@ -99,7 +122,7 @@ optimizer.weight_decay=.1 loss.reference_kl=0 kl.control=false kl.check_every=0 
 
 def test_a_server_has_the_trainers_weights_after_every_update(stand, command_settings, monkeypatch, capsys) -> None:
     """Through a sync that fails, an update that is not finite, and a resume."""
-    argv = [*command_settings, *FAST.split(), "rollout.engine=vllm", f"vllm.urls=[{stand.url}]"]
+    argv = [*command_settings, *FAST.split(), "rollout.engine=vllm", f"vllm.urls=[{stand.url}]", "vllm.drift_every=2"]
     monkeypatch.setattr(MetricsWriter, "draw", lambda self: None)  # takes longer than all the rest
     batch = logra_jax.run.Run.batch
 
@@ -126,7 +149,31 @@ def test_a_server_has_the_trainers_weights_after_every_update(stand, command_set
     rows = read_rows("out/metrics.jsonl")
     assert [row["sync/version"] for row in rows] == [1, 1, 3, 4, 5]
     assert [row["sync/bytes"] > 0 for row in rows] == [True, False, True, True, True]
+    assert [row["rollout/staleness"] for row in rows] == [0] * 5
+    # The servers' weights are the trainer's, up to the roundings above, and so are log-probabilities of some -3.
+    assert [row["sync/drift"] < 1e-5 for row in rows if "sync/drift" in row] == [True] * 3
     assert not Path("out/sync/weights").exists()
+
+
+def test_two_processes_and_their_servers(stand, members, command_settings, monkeypatch, capsys) -> None:
+    """As one process with two devices to the bit, through a sync that fails, until the server refuses: both leave."""
+    plain = [setting for setting in FAST.split() if not setting.startswith("optimizer.")]
+    settings = [*command_settings, *plain, "rollout.engine=vllm", f"vllm.urls=[{stand.url}]", "mesh.fsdp=2"]
+    stand.fails, stand.refuses = (2,), "3"
+    calls = [0, (0, 1), (1, 2), 2, (2, 3), 3, 3]  # what refuses is given all weights, twice
+    (code, _, errors), (code_too, _, more) = ended(members("-m", "logra_jax.train", *settings))
+    assert (code, code_too) == (2, 2), errors + more
+    assert "all weights are loaded instead" in errors
+    assert "the server answered 500" in errors
+    assert "process 0 failed; see what it has written" in more
+    assert stand.calls == calls
+    stand.calls.clear()
+    stand.version = ""
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(lambda: train.main([*settings, "out=whole"]))
+    assert "the server answered 500" in capsys.readouterr().err
+    assert stand.calls == calls
+    assert_same(outcome("out", 3), outcome("whole", 3))
 
 
 def test_what_cannot_work_is_said_before_anything_is_trained(stand, command_settings, monkeypatch, capsys) -> None:
@@ -175,7 +222,7 @@ def test_a_signal_is_noticed_while_servers_start(command_settings, tmp_path, mon
 
 def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(build, "Server", lambda *places, **options: asked.append((places, options)))
+    monkeypatch.setattr(servers, "Server", lambda *places, **options: asked.append((places, options)))
     settings = f"""rollout.engine=vllm vllm.python={sys.executable} vllm.servers=2 vllm.tensor_parallel=2
         vllm.gpus=4,5,6,7 vllm.arguments=[--enforce-eager,--max-num-seqs,64] vllm.port=18777
         vllm.start_s=9 vllm.timeout_s=8 vllm.folder={tmp_path}"""
@@ -183,7 +230,7 @@ def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
     model, _ = load_hf(resolve_path(config.model.path))
     sampler = build.make_sampler(config, model, 17, 1.0, 1.0)
     interrupt = lambda: None
-    engine = build.make_vllm_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray, interrupt)
+    engine = servers.make_engine(config, sampler, 6, {}, lambda params, folder: None, jnp.asarray, interrupt)
     engine._start(tmp_path / "weights")
     assert [places[2].name for places, _ in asked] == ["server-0.log", "server-1.log"]
     for (places, options), gpus, port in zip(asked, ("4,5", "6,7"), (18777, 18778), strict=True):
@@ -198,33 +245,48 @@ def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.skipif(not PYTHON, reason="LOGRA_VLLM_PYTHON names no interpreter with vLLM")
-def test_a_real_server_samples_from_the_policy(fixtures, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_real_server_samples_from_the_policy(staleness, fixtures, tmp_path, monkeypatch, capsys) -> None:
+    """Of the weights that are trained, or of those before; also after it was given old weights under a new name."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(fixtures / "tiny-qwen3", "model")
     rows = [{"prompt": f"How much is {a} and {a}?", "answer": str(2 * a)} for a in range(8)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    differences, batch = [], logra_jax.run.Run.batch
+    differences, batch, score, kept = [], logra_jax.run.Run.batch, VllmEngine.score, []
 
     def compared(self, rollout, advantages, state):
         found = batch(self, rollout, advantages, state)
-        scored = np.asarray(self._score(state.train, self.frozen, found))
+        kept.append(jax.tree.map(jnp.copy, state.train))
+        assert set(np.asarray(rollout.versions)) == {max(0, len(kept) - 1 - staleness)}
+        scored = np.asarray(self._score(kept[max(0, len(kept) - 1 - staleness)], self.frozen, found))
         real = np.arange(scored.shape[1]) < np.asarray(found.lengths)[:, None]
         differences.append(np.abs(scored - np.asarray(found.rollout_logprobs))[real].max())
         varied = np.arange(8, dtype=np.float32) % 2 - np.float32(0.5)
         return found._replace(advantages=varied)  # answers of a random model are all wrong
 
+    def spoilt(self, prompts):
+        if self.version == 2 and not capsys.readouterr().err:  # until that is noticed
+            self._pool.reload(self._weights, self._shapes, 2)
+        return score(self, prompts)
+
+    monkeypatch.setattr(VllmEngine, "score", spoilt)
     monkeypatch.setattr(logra_jax.run.Run, "batch", compared)
     settings = """
-        steps=3 model.path=model model.compute_dtype=float32 data.train=rows.jsonl data.eval=null
+        steps=4 model.path=model model.compute_dtype=float32 data.train=rows.jsonl data.eval=null
         data.max_prompt_length=99 mesh.fsdp=1
         rollout.prompts=4 rollout.generations=2 rollout.max_new_tokens=12 rollout.temperature=0.7 reward.kind=exact
         reward.pattern=null optimizer.rank=8 optimizer.update_ratio=.03 kl.control=false kl.check_every=0
         checkpoint.every=0 log.tensorboard=false log.progress=false
         rollout.engine=vllm vllm.arguments=[--enforce-eager,--no-enable-chunked-prefill] vllm.start_s=300"""
-    assert train.main([*settings.split(), f"vllm.python={PYTHON}"]) == 0
-    assert [row["sync/version"] for row in read_rows("out/metrics.jsonl")] == [1, 2, 3]
+    more = ["vllm.drift_every=1", f"rollout.staleness={staleness}", "loss.importance_cap=2"]
+    assert train.main([*settings.split(), *more, f"vllm.python={PYTHON}"]) == 0
+    rows = read_rows("out/metrics.jsonl")
+    assert [row["rollout/staleness"] for row in rows] == [0] + [staleness] * 3
+    assert "with all weights loaded" not in capsys.readouterr().err
     # Log-probabilities of some -6 at temperature 0.7, from sums in another order.
-    assert len(differences) == 3
+    assert len(differences) == 4
     assert max(differences) < 1e-4
+    assert [row["importance/max_deviation"] < 1e-4 for row in rows] == [True] + [not staleness] * 3
+    assert [row["sync/drift"] < 1e-4 for row in rows] == [True, True, False, True]

@@ -71,9 +71,15 @@ def save_hf(
     flat = _checked(model, params)
     layout, metadata = _layout(model, flat, code)
     config = _config_json(model, layout, None if dtype is None else check_dtype("dtype", dtype))
-    read = _reader(model, flat, layout, {} if residual is None else flatten_dict(residual, sep="/"))
+    fetched = _reader(model, flat, layout, {} if residual is None else flatten_dict(residual, sep="/"))
+    left = [name for tensors in layout.values() for name in tensors]  # in the order of the files
+
+    def read(name: str) -> np.ndarray:
+        left.remove(name)
+        return fetched(name)
+
     if not write:
-        for name in (name for tensors in layout.values() for name in tensors):
+        for name in tuple(left):
             read(name)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +103,11 @@ def save_hf(
             shutil.rmtree(old)
         else:
             os.rename(partial, folder)
+    except OSError:
+        if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in flat.values()):
+            for name in tuple(left):  # other processes go on, and wait for this one
+                read(name)
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

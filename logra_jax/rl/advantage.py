@@ -70,6 +70,29 @@ def running_baseline(
     return Advantages(advantages, valid), float(baseline)
 
 
+def overlong_penalty(lengths: np.ndarray, longest: int, span: int) -> np.ndarray:
+    """What an answer's length takes off its reward: the soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
+
+    lengths: tokens, any shape; longest: tokens an answer may have; span: the last tokens before it, in which the
+    penalty falls from 0 to -1 linearly. float32, shape of `lengths`; 0 everywhere for span 0.
+    """
+    over = np.asarray(lengths, np.float64) - (longest - span)
+    return (
+        -np.clip(over / max(span, 1), 0.0, 1.0).astype(np.float32) if span else np.zeros(np.shape(lengths), np.float32)
+    )
+
+
+def informative(rewards: np.ndarray) -> np.ndarray:
+    """bool [groups]: which groups of rewards [groups, n] can teach, with two valid rows or more that are not all equal.
+
+    Equality is asked of the rewards and not of the advantages: the rounding error of the mean, divided by an
+    almost zero deviation, would pass as an advantage of order one.
+    """
+    valid = np.isfinite(rewards)
+    most = np.where(valid, rewards, -np.inf).max(axis=1)
+    return (valid.sum(axis=1) >= 2) & (most != np.where(valid, rewards, np.inf).min(axis=1))
+
+
 def zero_share(advantages: Advantages) -> float:
     """Share of the valid rows whose advantage is exactly 0: they teach nothing. NaN without a valid row."""
     kept = advantages.values[advantages.valid]
@@ -89,11 +112,6 @@ def _groups(rewards: np.ndarray, estimator: str) -> tuple[np.ndarray, np.ndarray
 
 
 def _informative(values: np.ndarray, valid: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Groups that can teach: two valid rows or more that are not all equal.
-
-    Equality is asked of the rewards and not of the result: the rounding error of the mean, divided by an
-    almost zero deviation, would pass as an advantage of order one.
-    """
-    for i, keep in enumerate(valid):
-        if keep.sum() >= 2 and values[i, keep].max() != values[i, keep].min():
-            yield i, keep
+    """Number and valid rows of the groups that can teach."""
+    for i in np.flatnonzero(informative(values)):
+        yield int(i), valid[i]

@@ -58,14 +58,21 @@ def split_rows(batch: Batch, micro_batch: int) -> dict[str, Array]:
     return {k: v.reshape(-1, count, *v.shape[1:]).swapaxes(0, 1) for k, v in row_fields(batch).items()}
 
 
-def over_micro_batches(function: Callable, batch: Batch, micro_batch: int, initial: Tree) -> Tree:
-    """Sum of ``function(rows)`` over micro-batches, accumulated in place in the carry of a scan."""
+def add_trees(one: Tree, other: Tree) -> Tree:
+    """The sum of two trees, leaf by leaf."""
+    return jax.tree.map(jnp.add, one, other)
+
+
+def over_micro_batches(
+    function: Callable, batch: Batch, micro_batch: int, initial: Tree, add: Callable = add_trees
+) -> Tree:
+    """Sum, by ``add``, of ``function(rows)`` over micro-batches, accumulated in place in the carry of a scan."""
     if micro_batch in (0, batch.tokens.shape[0]):
         return function(batch)
     split = split_rows(batch, micro_batch)
 
     def body(total: Tree, rows: dict[str, Any]) -> tuple[Tree, None]:
-        return jax.tree.map(jnp.add, total, function(batch._replace(**rows))), None
+        return add(total, function(batch._replace(**rows))), None
 
     return jax.lax.scan(body, initial, split)[0]
 
@@ -75,12 +82,12 @@ def turn_size(rows: int, limit: int) -> int:
     return max(size for size in range(1, min(limit or rows, rows) + 1) if rows % size == 0)
 
 
-def over_packed_rows(function: Callable, batch: Batch, initial: Tree) -> Tree:
-    """Sum of ``function(number)`` over the passes that hold anything: the others cost nothing."""
+def over_packed_rows(function: Callable, batch: Batch, initial: Tree, add: Callable = add_trees) -> Tree:
+    """Sum, by ``add``, of ``function(number)`` over the passes that hold anything: the others cost nothing."""
     assert batch.packing is not None
 
     def body(number: Array, total: Tree) -> Tree:
-        return jax.tree.map(jnp.add, total, function(number))
+        return add(total, function(number))
 
     return jax.lax.fori_loop(0, batch.packing.passes, body, initial)
 

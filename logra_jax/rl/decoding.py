@@ -6,14 +6,14 @@ prompts come first, P of them; those of the completions, C, are a ring: a row th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from logra_jax._shapes import Array, Bool, Float, Int
-from logra_jax.mesh import constrain
+from logra_jax.mesh import AxisTable, constrain, decoding_mesh
 from logra_jax.models.cache import Cache
 from logra_jax.models.decoder import CausalLM
 
@@ -142,6 +142,29 @@ class Decoder:
             tokens=write(rows.tokens, token),
             logprobs=write(rows.logprobs, logprob),
         )
+
+
+def in_groups(model: CausalLM, params: Any, tensor: int) -> tuple[CausalLM, Any]:
+    """The model on groups of `tensor` of its mesh's devices, and a copy of its parameters laid out for that.
+
+    Each group has all weights, split by heads, MLP width and vocabulary, so that a pass puts none of them together; the
+    matrices of its products are in the compute dtype. Groups share the rows.
+    """
+    assert model.mesh is not None
+    table, mesh = AxisTable(), decoding_mesh(model.mesh, tensor)
+    # Rows for columns within a group first, then the parts of all groups: the compiler finds no such way by itself, and
+    # puts the whole stack together on each device.
+    rows = ("tensor", "decode", "data")
+    between = replace(table, embed="data", heads_in=rows, mlp_in=rows)
+
+    def move(axes: tuple[str | None, ...], leaf: Any) -> Any:
+        if table.spec(axes) != table.gathered.spec(axes):  # a matrix: cast before it travels
+            leaf = constrain(leaf.astype(model.compute_dtype), model.mesh, *axes)
+            leaf = constrain(leaf, mesh, *axes, table=between)
+        return constrain(leaf, mesh, *axes)
+
+    moved = jax.tree.map(move, model.logical_axes(), params, is_leaf=lambda node: isinstance(node, tuple))
+    return model.replace(mesh=mesh), moved
 
 
 def spans(width: int) -> list[int]:

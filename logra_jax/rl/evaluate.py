@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from logra_jax.errors import UserError
+from logra_jax.rl.intervals import mean_interval, share_interval
 from logra_jax.rl.rollout import Sampler
 
 
@@ -34,19 +35,34 @@ class Grades(Protocol):
     def grade(self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]) -> np.ndarray:
         """float32 [N]; NaN where an answer could not be graded and is left out."""
 
+    def answers(self, completions: Sequence[str]) -> list[str | None] | None:
+        """Texts [N] that equal answers share, None for a completion without one; None: no such texts exist."""
+
 
 class Record(NamedTuple):
-    """One answer: the prompt's text, the answer's text without the end token, its reward (NaN: left out)."""
+    """One answer.
+
+    prompt: its text; id: the prompt's row in its file, from 0; sample: which of the prompt's answers, from 0.
+    completion: without the end token, which `length`, in tokens, counts. reward: NaN where it was left out. answer:
+    what votes. stopped: it ended by itself.
+    """
 
     prompt: str
     completion: str
     reward: float
+    answer: str | None
+    task: str | None
+    id: int
+    sample: int
+    length: int
+    stopped: bool
 
 
 class Evaluation(NamedTuple):
-    """Metrics by name, and all answers in the order prompt, sample."""
+    """Metrics by name, 95 % confidence intervals of shares among them, and answers in the order prompt, sample."""
 
     metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
     records: list[Record]
 
 
@@ -78,9 +94,11 @@ def evaluate(
 
     Metrics, over graded answers unless said otherwise:
       accuracy: share of rewards of at least 1; reward: mean; pass@k: the unbiased estimate of the chance that
-      one of k answers is right, mean over prompts with at least k graded answers; length: mean tokens, end
-      token included, and cut_off: share that did not end by itself, both over all answers; dropped: answers
-      not graded; with tasks, accuracy/TASK for each, and macro_accuracy, the mean of those.
+      one of k answers is right, mean over prompts with at least k graded answers; maj@k, k = samples above 1: the
+      chance that the majority of k answers is right (see `majority`), mean over the same prompts, if `grader` says
+      what an answer is; length: mean tokens, end token included, and cut_off: share that did not end by itself, both
+      over all answers; dropped: answers not graded; with tasks, accuracy/TASK for each, and macro_accuracy, the mean
+      of those. All of them but reward, length, cut_off and dropped have a confidence interval (`rl.intervals`).
 
     Raises UserError for an empty set of prompts, and for a k that is not in [1, samples].
     """
@@ -120,26 +138,63 @@ def evaluate(
     questions = [text for text in prompts.texts for _ in range(samples)]
     columns = {name: [v for v in values for _ in range(samples)] for name, values in prompts.columns.items()}
     rewards = np.asarray(grader.grade(questions, texts, columns), np.float64)
+    answers = grader.answers(texts)
+    metrics, intervals = summarize(
+        rewards.reshape(count, samples), np.array(lengths), np.array(stopped), answers=answers, ks=ks, tasks=tasks
+    )
+    records = [
+        Record(
+            questions[i], texts[i], float(rewards[i]), None if answers is None else answers[i],
+            None if tasks is None else tasks[i // samples], int(prompts.ids[i // samples]), i % samples, lengths[i],
+            stopped[i],
+        )
+        for i in range(count * samples)
+    ]  # fmt: skip
+    return Evaluation(metrics, intervals, records)
+
+
+def summarize(
+    rewards: np.ndarray,
+    lengths: np.ndarray,
+    stopped: np.ndarray,
+    *,
+    answers: Sequence[str | None] | None,
+    ks: Sequence[int],
+    tasks: Sequence[str] | None,
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Metrics and intervals of `evaluate`. rewards: [N, samples]; tasks: [N]; the others: [N x samples]."""
+    count, samples = rewards.shape
     graded = np.isfinite(rewards)
     right = graded & (rewards >= 1.0)
-    kept = rewards[graded]
     metrics = {
-        "accuracy": float(right[graded].mean()) if kept.size else math.nan,
-        "reward": float(kept.mean()) if kept.size else math.nan,
+        "accuracy": float(right[graded].mean()) if graded.any() else math.nan,
+        "reward": float(rewards[graded].mean()) if graded.any() else math.nan,
         "length": float(np.mean(lengths)),
         "cut_off": 1.0 - float(np.mean(stopped)),
         "dropped": float(np.sum(~graded)),
     }
-    tries, hits = (x.reshape(count, samples).sum(axis=1) for x in (graded, right))
-    for k in ks:
-        chances = [pass_at_k(int(n), int(c), k) for n, c in zip(tries, hits, strict=True) if n >= k]
-        metrics[f"pass@{k}"] = float(np.mean(chances)) if chances else math.nan
+    tries, hits = graded.sum(axis=1), right.sum(axis=1)
+    intervals = {"accuracy": share_interval(hits, tries)} if graded.any() else {}
+    chances = {
+        f"pass@{k}": [pass_at_k(int(n), int(c), k) for n, c in zip(tries, hits, strict=True) if n >= k] for k in ks
+    }
+    if samples > 1 and answers is not None:
+        votes = [answers[i * samples : (i + 1) * samples] for i in range(count)]
+        chances[f"maj@{samples}"] = [majority(votes[i], right[i]) for i in range(count) if tries[i] == samples]
+    for name, found in chances.items():
+        metrics[name] = float(np.mean(found)) if found else math.nan
+        if found:
+            intervals[name] = share_interval(np.array(found), np.ones(len(found)), len(found) * samples)
     if tasks is not None:
-        by_task = means_by_task(tasks, right.reshape(count, samples), graded.reshape(count, samples))
+        by_task = means_by_task(tasks, right, graded)
         metrics |= {f"accuracy/{task}": mean for task, mean in by_task.items()}
         metrics["macro_accuracy"] = float(np.mean(list(by_task.values()))) if by_task else math.nan
-    records = [Record(*row) for row in zip(questions, texts, rewards.tolist(), strict=True)]
-    return Evaluation(metrics, records)
+        rows = [np.array([name == task for name in tasks]) for task in by_task]
+        pairs = [(hits[where], tries[where]) for where in rows]
+        intervals |= {f"accuracy/{task}": share_interval(*pair) for task, pair in zip(by_task, pairs, strict=True)}
+        if pairs:
+            intervals["macro_accuracy"] = mean_interval(pairs)
+    return metrics, intervals
 
 
 def means_by_task(tasks: Sequence[str], values: np.ndarray, valid: np.ndarray) -> dict[str, float]:
@@ -157,3 +212,18 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"0 <= c <= n and 1 <= k <= n must hold, not n={n}, c={c}, k={k}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[str | None], right: Sequence[bool | int] | np.ndarray) -> float:
+    """Chance that the majority of k answers is right: maj@k of one prompt (arXiv 2203.11171).
+
+    Answers with the same text are one candidate. Completions without one (None) do not vote; if none does, it is 0. Of
+    candidates with the same number of votes one is drawn, and of its answers one: this is the expected value.
+    """
+    votes: dict[str, list[float]] = {}
+    for answer, good in zip(answers, right, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(float(good))
+    most = max(map(len, votes.values()), default=0)
+    leading = [sum(found) / most for found in votes.values() if len(found) == most]
+    return sum(leading) / len(leading) if leading else 0.0

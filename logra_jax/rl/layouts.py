@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from logra_jax.errors import UserError
+from logra_jax.rl.math_text import last_box
 
 # What DAPO-Math puts around a problem: it asks for "Answer: ..." where the maths grader looks for a box.
 _DAPO_HEAD = re.compile(r"\s*Solve the following math problem step by step\.[^\n]*\n\n")
@@ -136,8 +137,6 @@ def after_hashes(text: Any) -> str:
 
 def in_last_box(text: Any) -> str:
     r"""The content of the last \boxed{}, or \fbox{}, or of a \boxed without braces around a number or letter."""
-    from logra_jax.rl.math_answer import last_box
-
     text = re.sub(r"\\fbox(?=\s*\{)", r"\\boxed", str(text or ""))
     text = re.sub(r"\\boxed\s*(\d+|[A-Za-z])(?![A-Za-z\d{])", r"\\boxed{\1}", text)
     answer = last_box(text)

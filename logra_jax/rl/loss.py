@@ -4,6 +4,7 @@ Every function works on any part of a step's tokens: the parts' losses, gradient
 the whole step, because what a token counts in the whole step is passed in.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,31 +25,36 @@ class LossSettings:
     """Which policy loss; see `policy_loss` for the formula.
 
     aggregation: "token" is the mean over the step's valid tokens, "sequence" the mean over its valid rows of
-    each row's mean over its own tokens. clip_low, clip_high: the ratio is held in [1 - clip_low, 1 +
-    clip_high]; a side that is None does not clip. importance_cap: largest weight for what the trainer finds
-    likelier than the sampler did; None leaves the weights out. reference_kl: factor of the KL to the
-    reference policy.
+    each row's mean over its own tokens, "constant" the mean over rows of sums divided by the longest possible
+    length ("Dr. GRPO", arXiv 2503.20783). ratio: "token", or "sequence" for the geometric mean over the tokens
+    of the answer (GSPO, arXiv 2507.18071, which takes it with aggregation "sequence"). clip_low, clip_high: the
+    ratio is held in [1 - clip_low, 1 + clip_high]; a side that is None does not clip. importance_cap: largest
+    weight for what the trainer finds likelier than the sampler did; None leaves the weights out. reference_kl:
+    factor of the KL to the reference policy.
     """
 
     aggregation: str = "token"
+    ratio: str = "token"
     clip_low: float | None = None
     clip_high: float | None = None
     importance_cap: float | None = None
     reference_kl: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.aggregation not in ("token", "sequence"):
-            raise ValueError(f"aggregation must be 'token' or 'sequence', not {self.aggregation!r}")
+        for name, known in (("aggregation", ("token", "sequence", "constant")), ("ratio", ("token", "sequence"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {' or '.join(known)}, not {getattr(self, name)!r}")
 
 
 class LossSums(NamedTuple):
     """Sums over the valid tokens, float32 scalars without gradient.
 
-    They add up over the parts of a step and give means when divided by `tokens`.     loss: the part of the
+    They add up over the parts of a step (`add_sums`) and give means when divided by `tokens`. loss: the part of the
     loss (already divided by the step's counts); clipped: tokens whose gradient the clip cuts; entropy: nats,
     at the sampling temperature; ratio: exp(logp - old); step_kl, reference_kl: k3 estimates of KL(new || old)
     and KL(new || reference), nats; importance: the truncated weight; capped: tokens whose weight was cut;
-    mismatch: rollout logp - old logp (the same weights twice, so that no update of this batch counts), nats, and
+    deviation: |exp(old - rollout) - 1|, how far the trainer's probability of a token is from the sampler's, before
+    any update of this batch; max_deviation: the largest of them, no sum; mismatch: rollout logp - old logp, nats, and
     ended_tokens: their number, both over rows that ended by themselves.
     """
 
@@ -61,8 +67,16 @@ class LossSums(NamedTuple):
     reference_kl: Array
     importance: Array
     capped: Array
+    deviation: Array
+    max_deviation: Array
     mismatch: Array
     ended_tokens: Array
+
+
+def add_sums(one: LossSums, other: LossSums) -> LossSums:
+    """The sums of two parts of a step together."""
+    largest = jnp.maximum(one.max_deviation, other.max_deviation)
+    return jax.tree.map(jnp.add, one, other)._replace(max_deviation=largest)
 
 
 def scaled_logits(
@@ -140,16 +154,27 @@ def token_logprobs(
 
 
 def token_weights(
-    aggregation: str, lengths: Int[Array, " n"], total_tokens: Float[Array, ""], total_sequences: Float[Array, ""]
+    aggregation: str,
+    lengths: Int[Array, " n"],
+    longest: int,
+    total_tokens: Float[Array, ""],
+    total_sequences: Float[Array, ""],
 ) -> Float[Array, " n"]:
-    """What each token of a row counts in the step's mean: over its tokens, or over its rows ("sequence").
+    """What each token of a row counts in the step's mean; see `LossSettings.aggregation`.
 
-    lengths: tokens of each row. total_tokens and total_sequences count the valid tokens and rows of the whole
-    step, so that the parts of a split batch add up to exactly one mean.
+    lengths: tokens of each row. longest: tokens that a row may have. total_tokens and total_sequences count the
+    valid tokens and rows of the whole step, so that the parts of a split batch add up to exactly one mean.
     """
     if aggregation == "token":
         return jnp.broadcast_to(1.0 / jnp.maximum(total_tokens, 1.0), lengths.shape)
-    return 1.0 / (jnp.maximum(lengths.astype(jnp.float32), 1.0) * jnp.maximum(total_sequences, 1.0))
+    divisor = lengths.astype(jnp.float32) if aggregation == "sequence" else jnp.full(lengths.shape, float(longest))
+    return 1.0 / (jnp.maximum(divisor, 1.0) * jnp.maximum(total_sequences, 1.0))
+
+
+def row_mean(values: Float[Array, "b c"], mask: Bool[Array, "b c"]) -> Float[Array, "b 1"]:
+    """The mean over the masked positions of each row; 0 where there are none."""
+    count = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.float32)
+    return jnp.sum(jnp.where(mask, values, 0.0), axis=1, keepdims=True) / jnp.maximum(count, 1.0)
 
 
 def policy_loss(
@@ -163,6 +188,7 @@ def policy_loss(
     mask: Bool[Array, "b c"],
     ended: Bool[Array, "b c"],
     settings: LossSettings,
+    answer_mean: Callable[[Float[Array, "b c"], Bool[Array, "b c"]], Float[Array, "b #c"]] = row_mean,
 ) -> tuple[Float[Array, ""], LossSums]:
     """The part of the step's policy loss that falls on these tokens, and its sums. Arrays float32, masks bool.
 
@@ -172,10 +198,14 @@ def policy_loss(
         w    = min(exp(old - rollout), importance_cap), no gradient; 1 where importance_cap is None
         k3(d) = exp(d) - d - 1
 
+    With settings.ratio "sequence", logp - old in the ratio is its mean over the tokens of the answer (GSPO, in the
+    form with a term per token: the value of each is that of its answer, its gradient goes to its own logp).
+
     Tokens may lie in rows of their own answer or in any other order: advantages and weights (from
     `token_weights`) have one column for each token, or a single one where they are those of the row.
     old_logprobs None stands for the current policy: ratio 1, the plain policy gradient. mask: valid tokens;
-    ended: those of them whose response ended by itself.
+    ended: those of them whose response ended by itself. answer_mean(values, mask): the mean of each token's answer;
+    without it an answer is a row.
 
     Values at masked positions, NaN included, touch neither the loss nor the gradient, and log ratios are
     bounded to +-20 before `exp`. A step without a valid token has loss 0 and gradient 0. Raises ValueError
@@ -191,7 +221,11 @@ def policy_loss(
     logprobs = valid(logprobs)
     # Constant, and with it the importance weight.
     old = jax.lax.stop_gradient(logprobs if old_logprobs is None else valid(old_logprobs))
-    ratio = jnp.exp(_bounded(logprobs - old))
+    log_ratio = logprobs - old
+    if settings.ratio == "sequence":
+        mean = answer_mean(jax.lax.stop_gradient(log_ratio), mask)
+        log_ratio = valid(mean + (logprobs - jax.lax.stop_gradient(logprobs)))
+    ratio = jnp.exp(_bounded(log_ratio))
     plain = ratio * advantages
     low = -jnp.inf if settings.clip_low is None else 1.0 - settings.clip_low
     high = jnp.inf if settings.clip_high is None else 1.0 + settings.clip_high
@@ -201,10 +235,12 @@ def policy_loss(
     clipped = mask & (clip < plain)
     surrogate = jnp.where(clipped, clip, plain)
 
+    apart = old - valid(rollout_logprobs)
+    deviation = jnp.abs(jnp.expm1(_bounded(apart)))
     weight = jnp.ones_like(ratio)
     capped = jnp.zeros_like(mask)
     if settings.importance_cap is not None:
-        raw = jnp.exp(_bounded(old - valid(rollout_logprobs)))
+        raw = jnp.exp(_bounded(apart))
         weight = jnp.minimum(raw, settings.importance_cap)
         capped = mask & (raw > settings.importance_cap)
     per_token = valid(-weight * surrogate)
@@ -226,7 +262,9 @@ def policy_loss(
         reference_kl=jnp.sum(kl),
         importance=jnp.sum(valid(weight)),
         capped=jnp.sum(capped, dtype=jnp.float32),
-        mismatch=jnp.sum(jnp.where(ended, valid(rollout_logprobs) - old, 0.0)),
+        deviation=jnp.sum(deviation),
+        max_deviation=jnp.max(deviation, initial=0.0),
+        mismatch=jnp.sum(jnp.where(ended, -apart, 0.0)),
         ended_tokens=jnp.sum(mask & ended, dtype=jnp.float32),
     )
     return loss, jax.lax.stop_gradient(sums)

@@ -10,34 +10,12 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, normal
 from math_verify.grader import should_treat_as_complex
 
 from logra_jax.rl.math_equal import OPEN_ENDED, PERCENT, TooLarge, bound, equal
+from logra_jax.rl.math_text import MAX_BOX, clean, last_box, squash
 
-MAX_BOX = 600  # characters of an answer that are parsed: some 0.5 s at worst
 MAX_DEPTH = 20  # of its brackets
 
 _WITH_UNITS = NormalizationConfig(units=True, malformed_operators=True, nits=True, boxed="none")
 _WITHOUT_UNITS = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
-
-
-def _improper(match: re.Match[str]) -> str:
-    whole, top, bottom = (int(part) for part in match.groups())
-    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
-
-
-# Other spellings of what the parser knows: thousands set apart by spaces, the mixed number 3 1/2, upright constants, a
-# second name of the empty set, the degree character, functions of degrees (a unit elsewhere), letters behind \\.
-_DEGREE = r"(?:\{\s*\\circ\s*\}|\\circ)"
-_SPELLINGS = [
-    (re.compile(pattern), plain)
-    for pattern, plain in (
-        (r"(?<![\d.,])\d{1,3}(?:(?: |~|\\ )\d{3})+(?![\d.,])", lambda match: re.sub(r"\D", "", match[0])),
-        (r"(?<![\d.,}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", _improper),
-        (r"\\mathrm\s*\{\s*([ei])\s*\}", r"\1"),
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-        ("°", r"^\\circ"),
-        (rf"(\\(?:sin|cos|tan|cot|sec|csc)\s*\(?)\s*(\d+(?:\.\d+)?)\s*\^\s*{_DEGREE}", r"\1(\2\\pi/180)"),
-        (r"\\\\(?=[A-Za-z])", r"\\\\ "),
-    )
-]
 
 
 _PLAIN = re.compile(r"(-?)(?:\\[dtc]?frac\{(\d+)\}\{(\d+)\}|((?!0\d)\d+(?:\.\d+)?))", re.ASCII)
@@ -55,17 +33,17 @@ def score(gold: str, completion: str) -> float:
     """
     target = last_box(gold)
     target = gold if target is None else target
-    if not _clean(target[:MAX_BOX]):
+    if not clean(target[:MAX_BOX]):
         raise BadGold("the gold answer is empty")
     answer = last_box(completion)
     if answer is None:
         return 0.0
     if max(len(answer), len(target)) > MAX_BOX:
         return float(answer.strip() == target.strip())
-    target, answer = _clean(target), _clean(answer)
+    target, answer = clean(target), clean(answer)
     if not answer:
         return 0.0
-    if _squash(answer) == _squash(target):
+    if squash(answer) == squash(target):
         return 1.0
     if _depth(answer) > MAX_DEPTH:
         return 0.0
@@ -105,7 +83,7 @@ def check_gold(gold: str) -> None:
     That is one that is empty, too long or too large to evaluate, or neither mathematics nor words.
     """
     target = last_box(gold)
-    target = _clean(gold if target is None else target)
+    target = clean(gold if target is None else target)
     if not target:
         raise BadGold("the gold answer is empty")
     if len(target) > MAX_BOX or _depth(target) > MAX_DEPTH:
@@ -121,57 +99,12 @@ def check_gold(gold: str) -> None:
         raise BadGold("the gold answer is too large to evaluate") from error
 
 
-def last_box(text: str) -> str | None:
-    r"""The content of the complete \boxed{...} that closes last, None without one; in linear time."""
-    opened: list[int] = []  # start of the content for a box, -1 for any other brace
-    found = None
-    for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
-        if token[0] == "{":
-            opened.append(-1)
-        elif token[0] == "}":
-            start = opened.pop() if opened else -1
-            if start >= 0:
-                found = text[start : token.start()]
-        elif token[0].startswith("\\boxed"):
-            opened.append(token.end())
-    return found
-
-
 def _depth(text: str) -> int:
     depth = deepest = 0
     for bracket in re.findall(r"[({\[]|[)}\]]", text):
         depth += 1 if bracket in "({[" else -1
         deepest = max(deepest, depth)
     return deepest
-
-
-def _clean(text: str) -> str:
-    """Plain rewriting that changes no meaning and that the LaTeX parser needs."""
-    text = re.sub(r"\\boxed\s*(?=\{)", "", text).strip().strip("$")
-    text = re.sub(r"^(?:\\[,;:! ]|\s)+|(?:\\[,;:! ]|\s)+$", "", text)
-    text = re.sub(r"[.,;\s]*(?:\\\\)?[.,;\s]*$|(?<=\w)[.,;]\s*(?=\}$)", "", text)  # the end of a sentence or line
-    text = re.sub(r"^\s*(?:\\approx|\\simeq|=)\s*", "", text)
-    for pattern, plain in _SPELLINGS:
-        text = pattern.sub(plain, text)
-    number = r"[-+−]?[\d.,/]*\d\s*(?:\\?%)?"
-    text = re.sub(rf"\\text\s*\{{\s*({number})\s+([A-Za-z][A-Za-z ]*)\}}", r"\1\\text{ \2}", text)  # 5 apples
-    text = re.sub(rf"\\(?:text|math)(?:rm|bf|it|sf|tt|normal)?\s*\{{\s*({number})\s*\}}", r"\1", text)
-    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
-    return re.sub(r"(\d*)\.(\d*)\\overline\{(\d+)\}", _repeating, text)
-
-
-def _repeating(match: re.Match[str]) -> str:
-    whole, start, period = match.groups()
-    bottom = (10 ** len(period) - 1) * 10 ** len(start)
-    top = int(whole + start + period) - int((whole + start) or "0")
-    return rf"\frac{{{top}}}{{{bottom}}}"
-
-
-def _squash(text: str) -> str:
-    """Text without what carries no meaning: spacing (but not between digits), display sizes."""
-    text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![A-Za-z])", "", text)
-    text = re.sub(r"\\[dtc]frac", r"\\frac", text)
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
 def _same_ratio(target: str, answer: str) -> bool:

@@ -112,6 +112,11 @@ class Slots(NamedTuple):
         """The number, of `[n, c]`, of the token that follows; arbitrary where that is not in the completion."""
         return values[self.answer, jnp.maximum(self._following, 0)]
 
+    def means(self, values: Float[Array, "b s"], mask: Bool[Array, "b s"], count: int) -> Float[Array, " n"]:
+        """Means over the masked slots of each of `count` answers; 0 where there are none."""
+        total = lambda x: jnp.zeros(count, jnp.float32).at[self.answer].add(jnp.where(mask, x, 0.0))
+        return total(values) / jnp.maximum(total(jnp.ones(values.shape, jnp.float32)), 1.0)
+
     def put(self, values: Float[Array, "b s"], into: Float[Array, "n c"]) -> Float[Array, "n c"]:
         """The opposite of `of_completion`: `into` with the values of the tokens that are learnt from."""
         column = jnp.where(self.learns, self._following, into.shape[1])

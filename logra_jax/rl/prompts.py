@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,6 +119,7 @@ def load_prompts(
     prompt_column: str,
     answer_column: str | None,
     template: Literal["chat", "plain"] = "chat",
+    enable_thinking: bool | None = None,
     prompt_format: str = "{prompt}",
     system: str | None = None,
     max_prompt_length: int,
@@ -132,7 +134,8 @@ def load_prompts(
     The prompt column holds a string, put into `prompt_format` at `{prompt}`, or (template "chat" only) a list
     of chat messages, taken as it is. Images, videos and sounds, in a message or a column beside it, are refused.
     "chat" renders the tokenizer's chat template with the generation prompt, after a `system` message if one is
-    given and the row brings none. "plain" tokenizes the text with the tokenizer's own special tokens in front.
+    given and the row brings none; enable_thinking is passed on to the template, which must know it, unless None.
+    "plain" tokenizes the text with the tokenizer's own special tokens in front.
     The answer column must hold a string or a finite number (kept as its text) in every row; None means that no
     column is checked.
 
@@ -150,7 +153,9 @@ def load_prompts(
         raise UserError(f"data.max_prompt_length must be at least 1, not {max_prompt_length}")
     wanted = [prompt_column] + ([] if answer_column is None else [answer_column])
     check_columns(path, wanted, held_out=held_out)
-    encode = _encode_chat if template == "chat" else _encode_plain
+    encode = _encode_plain
+    if template == "chat":
+        encode = partial(_encode_chat, options=_template_options(tokenizer, enable_thinking))
 
     ids, tokens, texts, kept = [], [], [], []
     truncated = read = 0
@@ -245,11 +250,23 @@ def _encode_plain(
     return text, ids
 
 
-def _encode_chat(
-    tokenizer: Any, place: str, prompt: Any, prompt_format: str, system: str | None
-) -> tuple[str, list[int]]:
+def _template_options(tokenizer: Any, enable_thinking: bool | None) -> dict[str, Any]:
+    """What the chat template is given beside the messages."""
     if not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template; set data.template=plain")
+    if enable_thinking is None:
+        return {}
+    if "enable_thinking" not in str(tokenizer.chat_template):
+        raise UserError(
+            f"data.enable_thinking={str(enable_thinking).lower()} has no effect: the model's chat template has no such "
+            "switch. Leave it out"
+        )
+    return {"enable_thinking": enable_thinking}
+
+
+def _encode_chat(
+    tokenizer: Any, place: str, prompt: Any, prompt_format: str, system: str | None, options: dict[str, Any]
+) -> tuple[str, list[int]]:
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt_format.replace("{prompt}", prompt)}]
     else:
@@ -257,7 +274,7 @@ def _encode_chat(
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options)
     except Exception as error:
         # Templates raise whatever they like (TemplateError, TypeError ..) for roles that they do not know.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,6 +7,7 @@ fault, so the row is dropped (NaN) and counted, and so is a row whose gold answe
 
 import math
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,10 +16,13 @@ from typing import Any
 import numpy as np
 
 from logra_jax.errors import UserError
+from logra_jax.rl.math_text import answer_text
 from logra_jax.rl.tasks import ENTRY
 from logra_jax.rl.workers import Pool
 
 TAIL = 100_000  # characters of a completion that a grader sees, from its end
+VOTE_TAIL = 10_000  # of one that a pattern is tried on outside of a worker that could be killed over it
+WHOLE = r"\A([\s\S]*)\Z"  # the pattern of an answer that is all of its completion
 FULL_LIMITS = 2  # late answers per worker and call, after which the others get less time
 INTEGER = re.compile(r"\s*-?\d{1,300}\s*", re.ASCII)  # a reference answer that needs no looking at
 ROW_ROUNDS = 8  # a failed batch is graded row by row for at most this many time limits
@@ -38,16 +42,19 @@ class Grader:
 
     def __init__(self) -> None:
         self.counts = RewardCounts()
+        self._one = threading.Lock()
 
     def grade(self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]) -> np.ndarray:
         """float32 [N] rewards in the order of the N completions; NaN = the row is to be dropped.
 
-        prompts: N texts. columns: N values each. Raises UserError when not one row could be graded.
+        prompts: N texts. columns: N values each. Of several threads, one at a time is served. Raises UserError when
+        not one row could be graded.
         """
         if any(len(values) != len(completions) for values in (prompts, *columns.values())):
             raise ValueError("prompts, completions and columns must have one entry per row")
-        scores, counts, reason = self._grade(list(prompts), [text[-TAIL:] for text in completions], columns)
-        self.counts = counts
+        with self._one:
+            scores, counts, reason = self._grade(list(prompts), [text[-TAIL:] for text in completions], columns)
+            self.counts = counts
         rewards = np.array(scores, dtype=np.float32)
         if len(rewards) and np.isnan(rewards).all():
             raise UserError(f"every reward failed ({len(rewards)} rows): {reason}")
@@ -58,6 +65,13 @@ class Grader:
     ) -> tuple[list[float], RewardCounts, str]:
         """Scores (NaN = dropped), counts, and the last reason for which a row was dropped."""
         raise NotImplementedError
+
+    def answers(self, completions: Sequence[str]) -> list[str | None] | None:
+        """For a majority vote: each completion's answer, as a text that equal answers share; None without one.
+
+        None instead of a list where the reward does not say what an answer is.
+        """
+        return None
 
     def unusable(self, columns: dict[str, list[Any]]) -> dict[int, str]:
         """Rows whose reference answer no answer could be compared with, and why; to be asked before training."""
@@ -110,17 +124,17 @@ class _ExactGrader(Grader):
     def __init__(self, answer_column: str, pattern: str | None):
         super().__init__()
         self._answer_column = answer_column
-        self._pattern = _compile(r"\A([\s\S]*)\Z" if pattern is None else pattern)
+        self._pattern = _compile(WHOLE if pattern is None else pattern)
 
     def _grade(
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
     ) -> tuple[list[float], RewardCounts, str]:
-        scores = []
-        for completion, gold in zip(completions, _texts(columns, self._answer_column), strict=True):
-            matches = list(self._pattern.finditer(completion))
-            answer = matches[-1][1] if matches else None
-            scores.append(float(answer is not None and answer.strip() == gold.strip()))
-        return scores, RewardCounts(), ""
+        golds = _texts(columns, self._answer_column)
+        found = [_found(self._pattern, completion) for completion in completions]
+        return [float(a == gold.strip()) for a, gold in zip(found, golds, strict=True)], RewardCounts(), ""
+
+    def answers(self, completions: Sequence[str]) -> list[str | None]:
+        return [_found(self._pattern, completion[-TAIL:]) or None for completion in completions]
 
 
 class _AnswerGrader(Grader):
@@ -153,6 +167,10 @@ class _AnswerGrader(Grader):
                 errors += "late" not in reply
         return scores, RewardCounts(timeouts=timeouts, errors=errors), reason
 
+    def answers(self, completions: Sequence[str]) -> list[str | None]:
+        pattern = _compile(self._fixed.get("pattern") or WHOLE)
+        return [_found(pattern, completion[-VOTE_TAIL:]) or None for completion in completions]
+
     def close(self) -> None:
         self._pool.close()
 
@@ -160,6 +178,9 @@ class _AnswerGrader(Grader):
 class _MathGrader(_AnswerGrader):
     def __init__(self, pool: Pool, answer_column: str):
         super().__init__(pool, {"gold": answer_column})
+
+    def answers(self, completions: Sequence[str]) -> list[str | None]:
+        return [answer_text(completion[-TAIL:]) for completion in completions]
 
     def unusable(self, columns: dict[str, list[Any]]) -> dict[int, str]:
         requests = self._requests(columns)
@@ -229,6 +250,14 @@ def _texts(columns: dict[str, list[Any]], name: str) -> list[str]:
     if name not in columns:
         raise UserError(f"no column {name!r} among {', '.join(columns) or 'none'}; set data.answer_column")
     return [str(value) for value in columns[name]]
+
+
+def _found(pattern: re.Pattern[str], completion: str) -> str | None:
+    """Group 1 of the last match, without the spaces around it; None without a match, or if the group is not in it."""
+    answer = None
+    for match in pattern.finditer(completion):
+        answer = match[1]
+    return None if answer is None else answer.strip()
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from logra_jax._shapes import Array, Bool, Float, Int
 from logra_jax.errors import UserError
+from logra_jax.mesh import AxisTable, constrain, ways
 from logra_jax.models.decoder import CausalLM, check_dtype
-from logra_jax.rl.decoding import Decoder, Requests, repeat
+from logra_jax.rl.decoding import Decoder, Requests, in_groups, repeat
 from logra_jax.rl.loss import LOGIT_FLOOR, scaled_logits
 from logra_jax.rl.refill import Refill
 
@@ -29,7 +31,8 @@ class Rollout(NamedTuple):
 
     tokens: int32 [N, P + C], pad id outside the real tokens; prompt_lengths, lengths: int32 [N], the latter
     counting the first end token; logprobs: float32 [N, C], nats, of softmax(logits / temperature) before
-    top-k and top-p, 0 past the length; stopped: bool [N], ended by an end token rather than cut off.
+    top-k and top-p, 0 past the length; stopped: bool [N], ended by an end token rather than cut off; versions:
+    int32 [N], updates before the weights that gave the answers, where whoever sampled them knows that.
     """
 
     tokens: Int[Array, "n t"]
@@ -37,6 +40,7 @@ class Rollout(NamedTuple):
     lengths: Int[Array, " n"]
     logprobs: Float[Array, "n c"]
     stopped: Bool[Array, " n"]
+    versions: Int[Array, " n"] | None = None
 
 
 def completion_mask(lengths: Int[Array, " n"], width: int) -> Bool[Array, "n c"]:
@@ -95,7 +99,8 @@ class Sampler:
     likeliest token, without dividing, and its log-probability at temperature 1. greedy: the likeliest token
     at any temperature. top_k, top_p: see `kept_tokens`; 0 or None is off, as is 1 for top_p. slots: rows that are
     sampled at a time, and have a cache; 0 or None for all. cache_dtype: of keys and values, by default the model's
-    compute dtype. Raises UserError for values out of range.
+    compute dtype. tensor: on a model's mesh, devices that share each product while sampling, see `in_groups`, which is
+    a copy of the weights per call; 0 for the mesh as it is. Raises UserError for values out of range.
     """
 
     model: CausalLM
@@ -110,6 +115,7 @@ class Sampler:
     greedy: bool = False
     slots: int | None = 0
     cache_dtype: str | None = None
+    tensor: int = 0
 
     def __post_init__(self) -> None:
         table = self.model.config.vocab_size
@@ -182,6 +188,13 @@ def _generate(
     limits: Int[Array, " n"],
 ) -> Rollout:
     model, limits = sampler.model.replace(remat="none"), jnp.clip(limits, 1, sampler.max_new_tokens)
+    prompts = prompt_tokens, prompt_lengths, prompt_ids
+    if sampler.tensor:
+        model, params = in_groups(model, params, sampler.tensor)
+        # First where the caller's mesh can say so: else it is left to the compiler where arguments lie.
+        everywhere = rows_on(sampler.model.mesh, (*prompts, limits), None)
+        *prompts, limits = rows_on(model.mesh, everywhere)
+    prompt_tokens, prompt_lengths, prompt_ids = prompts
     head = model.head(params)[:, : sampler.vocab_size]
     decoder = Decoder(
         model,
@@ -196,19 +209,25 @@ def _generate(
     slots = sampler.slots or len(limits)
     if slots < len(limits):
         # Without a mesh that says so, nothing is known of where rows lie.
-        lanes = 1 if model.mesh is None else model.mesh.shape["fsdp"]
+        lanes = 1 if model.mesh is None else ways(model.mesh, AxisTable().batch)
         shared = slots % lanes == 0 and len(prompt_tokens) % lanes == 0
         tokens, logprobs = Refill(decoder, requests, n, slots, lanes if shared else 1).run()
     else:
         tokens, logprobs = decoder.together(requests, n)
     lengths, stopped = completion_lengths(tokens, sampler.end_ids)
-    return Rollout(
+    found = Rollout(
         tokens=jnp.concatenate([repeat(prompt_tokens, n, 0), tokens], axis=1),
         prompt_lengths=repeat(prompt_lengths, n, 0),
         lengths=jnp.minimum(lengths, limits),
         logprobs=logprobs,
         stopped=stopped & (lengths <= limits),  # what lies behind the limit is padding, which may look like an end
     )
+    return rows_on(sampler.model.mesh, rows_on(model.mesh, found)) if sampler.tensor else found
+
+
+def rows_on(mesh: Mesh | None, tree: Any, axis: str | None = "batch") -> Any:
+    """Arrays of rows, split over a mesh's devices as activations are, or whole on each (None)."""
+    return jax.tree.map(lambda x: constrain(x, mesh, axis, *(None for _ in x.shape[1:])), tree)
 
 
 def _row_keys(numbers: Any, prompt_ids: Int[Array, " b"], n: int) -> Any:

@@ -43,6 +43,10 @@ class SharedGrader(Grader):
         distributed.agree(error)
         return distributed.collect(np.asarray(scores, np.float32), len(completions)).tolist(), counts, reason
 
+    def answers(self, completions: Any) -> list[str | None] | None:
+        """See `Grader.answers`. Each process looks at all of them, which takes little."""
+        return self._grader.answers(completions)
+
     def unusable(self, columns: dict[str, list[Any]]) -> dict[int, str]:
         """See `Grader.unusable`. Each process looks at its rows, and all leave out the same."""
         count = len(next(iter(columns.values()), []))

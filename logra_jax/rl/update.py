@@ -32,6 +32,7 @@ from logra_jax.optim.slot import value_and_add_grad
 from logra_jax.optim.spec import leaves_with_paths, path_string
 from logra_jax.rl.batch import (
     Batch,
+    add_trees,
     over_micro_batches,
     over_packed_rows,
     padding_share,
@@ -41,7 +42,7 @@ from logra_jax.rl.batch import (
     valid_tokens,
 )
 from logra_jax.rl.kl import policy_kl
-from logra_jax.rl.loss import LossSettings, LossSums, policy_loss, token_weights
+from logra_jax.rl.loss import LossSettings, LossSums, add_sums, policy_loss, token_weights
 from logra_jax.rl.policy import Policy
 from logra_jax.rl.rollout import completion_mask
 
@@ -99,6 +100,8 @@ def _means(sums: LossSums) -> dict[str, Array]:
         "ratio/mean": mean.ratio,
         "importance/mean": mean.importance,
         "importance/capped": mean.capped,
+        "importance/deviation": mean.deviation,
+        "importance/max_deviation": sums.max_deviation,
         "kl/batch": mean.step_kl,
         "kl/reference": mean.reference_kl,
         "kl/mismatch": sums.mismatch / jnp.maximum(sums.ended_tokens, 1.0),
@@ -163,7 +166,8 @@ def make_update(
         whole = policy.everywhere(batch) if packed else batch
 
         def weights_of(rows: Batch) -> Float[Array, " n"]:
-            return token_weights(loss.aggregation, rows.lengths, total_tokens, total_sequences)
+            longest = rows.rollout_logprobs.shape[1]
+            return token_weights(loss.aggregation, rows.lengths, longest, total_tokens, total_sequences)
 
         def of_rows(rows: Batch, into: Tree = None) -> tuple[LossSums, Tree]:
             mask = valid_tokens(rows)
@@ -193,6 +197,7 @@ def make_update(
                 weights=answer(weights_of(whole)),
                 mask=slots.learns,
                 ended=slots.learns & answer(whole.stopped),
+                answer_mean=lambda values, mask: answer(slots.means(values, mask, whole.tokens.shape[0])),
             )
 
         def of_pass(logprobs: Callable[[Tree], tuple[Array, Array]], into: Tree, **terms: Any) -> tuple[LossSums, Tree]:
@@ -207,8 +212,11 @@ def make_update(
 
         def passes(function: Callable, initial: Tree) -> Tree:
             if packed:
-                return over_packed_rows(function, batch, initial)
-            return over_micro_batches(function, batch, micro_batch, initial)
+                return over_packed_rows(function, batch, initial, together)
+            return over_micro_batches(function, batch, micro_batch, initial, together)
+
+        def together(total: tuple[LossSums, Tree], part: tuple[LossSums, Tree]) -> tuple[LossSums, Tree]:
+            return add_sums(total[0], part[0]), add_trees(total[1], part[1])
 
         def wide(rows: Any) -> tuple[LossSums, Tree]:
             sums, grads = one(rows)
@@ -224,7 +232,7 @@ def make_update(
             # Gradients of bfloat16 weights add up in float32, which takes a conversion in between.
             return passes(wide, (sums, totals))
         into = jax.tree.map(jax.new_ref, totals)
-        sums = passes(lambda rows: one(rows, into)[0], sums)
+        sums, _ = passes(lambda rows: (one(rows, into)[0], None), (sums, None))
         return sums, jax.tree.map(jax.freeze, into)
 
     def update(state: TrainState, frozen: Tree, batch: Batch) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ import hashlib
 import shutil
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from logra_jax.sync.needs import Needs
 from logra_jax.sync.pool import HEALTH_SECONDS, Pool
 from logra_jax.sync.server import Server, start_all
 
+CANCEL_SECONDS = 20.0  # for servers to give up what they are drawing
 RESCUES = 2  # times that a server is brought back before it has outlived a batch of answers
 
 
@@ -78,6 +80,7 @@ class VllmEngine:
         self._pool = Pool(clients) if clients else None
         self._rescues: dict[int, int] = {}  # by number of the server, since it last outlived a batch
         self._told: set[int] = set()  # whose loss was told
+        self._drawing = threading.Lock()
         model = sampler.model.config.to_hf("float32")
         self._needs = Needs(prompt_width, sampler.max_new_tokens, answers, model)
 
@@ -89,6 +92,7 @@ class VllmEngine:
         Raises:
           UserError: a server could not be started, serves another model, or fails again and again; none is left.
         """
+        self._check_idle()
         self._params, first = params, self.version < 0
         if self._pool is None:
             assert self._start is not None
@@ -109,6 +113,22 @@ class VllmEngine:
             for error in self._pool.lost.values():
                 raise error
         self.version = version
+
+    def reload(self, params: Any, version: int) -> None:
+        """Let all servers load all weights, whatever version they are at. Raises UserError."""
+        assert self._pool is not None
+        self._check_idle()
+        self._params = params
+        self._bring(range(len(self._pool.clients)), version)
+        self.version = version
+
+    def let_go(self) -> None:
+        """Keep no weights for servers that fail: they are about to be written over."""
+        self._params = None
+
+    def _check_idle(self) -> None:
+        if self._drawing.locked():
+            raise ValueError("answers are being drawn: they would go on with other weights")
 
     def _save(self) -> None:
         self._weights.parent.mkdir(parents=True, exist_ok=True)
@@ -178,6 +198,7 @@ class VllmEngine:
           dense: new values of the other leaves that are trained, by path.
           seed, drawn, decay: see `logra_jax.sync.blob.Update`.
         """
+        self._check_idle()
         started, sent, self._params = time.perf_counter(), 0, None
         due = self._full_every and version % self._full_every == 0
         if self._pool is not None and self.version == version - 1 and not due:
@@ -209,11 +230,19 @@ class VllmEngine:
         limits: Int[np.ndarray, " n"] | Int[Array, " n"] | None = None,
     ) -> Rollout:
         """See `Engine`. An answer's noise follows from its `answer_seed`, whoever gives it; a prompt that stands in
-        the batch again counts its samples on.
+        the batch again counts its samples on. May run in a thread of its own: `sync`, `reload` and `advance` refuse
+        meanwhile, and `close` ends it.
 
         Raises:
+          Unreachable: no server is left, and there are no weights to bring one back with.
           UserError: a server refused or failed, or gave what the trainer's model cannot have given.
         """
+        with self._drawing:
+            return self._generate(prompt_tokens, prompt_lengths, prompt_ids, n, seed, update, limits)
+
+    def _generate(
+        self, prompt_tokens: Any, prompt_lengths: Any, prompt_ids: Any, n: int, seed: int, update: int, limits: Any
+    ) -> Rollout:
         if self._pool is None or self.version < 0:
             raise ValueError("the engine has no weights: call sync first")
         sampler, width = self._sampler, prompt_tokens.shape[1]
@@ -231,9 +260,15 @@ class VllmEngine:
             banned_ids=range(sampler.vocab_size, sampler.model.config.vocab_size),
         )
         answers = [answer for several in found for answer in several]
-        drawn, counts, logprobs, stopped = self._rows(answers, most)
+        drawn, *others = self._rows(answers, most)
         rows = np.concatenate([np.repeat(tokens, n, axis=0), drawn], axis=1)
-        return Rollout(*map(self._place, (rows, np.repeat(lengths, n), counts, logprobs, stopped)))
+        return Rollout(*map(self._place, (rows, np.repeat(lengths, n), *others)))
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
+        """Of every server, and of every prompt, the log-probabilities at temperature 1 of its tokens but the first."""
+        assert self._pool is not None
+        found = self._pool.score(prompts)
+        return [[np.asarray(values, np.float32) for values in several] for several in found]
 
     def _answers(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], **settings: Any
@@ -246,7 +281,9 @@ class VllmEngine:
                 answers = self._pool.generate(prompts, seeds, found, **settings)
             except Unreachable as error:
                 if self._params is None or any(map(_gone, jax.tree.leaves(self._params))):
-                    raise UserError(f"{error}; and the weights of version {self.version} are no longer there") from None
+                    raise Unreachable(
+                        f"{error}; and the weights of version {self.version} are no longer there"
+                    ) from None
                 self._bring(list(self._pool.lost), self.version)
             else:
                 self._rescues = {i: count for i, count in self._rescues.items() if i in self._pool.lost}
@@ -254,10 +291,11 @@ class VllmEngine:
                 return answers
 
     def _rows(self, answers: Sequence[Completion], most: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Tokens, lengths, log-probabilities and ends of answers, padded; at most so many tokens of each."""
+        """Tokens, lengths, log-probabilities, ends and versions of answers, padded; at most so many tokens of each."""
         shape = (len(answers), self._sampler.max_new_tokens)
         tokens, logprobs = np.full(shape, self._sampler.pad_id, np.int32), np.zeros(shape, np.float32)
         counts, stopped = np.zeros(len(answers), np.int32), np.zeros(len(answers), bool)
+        versions = np.array([answer.version for answer in answers], np.int32)
         for i, (answer, limit) in enumerate(zip(answers, most, strict=True)):
             if not all(0 <= token < self._sampler.vocab_size for token in answer.tokens):
                 raise UserError("a vLLM server gave tokens that the model does not have: does it serve another one?")
@@ -269,10 +307,17 @@ class VllmEngine:
             count = counts[i] = min(len(answer.tokens), limit)
             tokens[i, :count], logprobs[i, :count] = answer.tokens[:count], answer.logprobs[:count]
             stopped[i] = answer.stopped and len(answer.tokens) <= limit
-        return tokens, counts, logprobs, stopped
+        return tokens, counts, logprobs, stopped, versions
 
     def close(self) -> None:
-        """Stop the servers that were started here, and delete the weights that were written for them."""
+        """Stop the servers that were started here, and delete the weights that were written for them.
+
+        Answers that are being drawn are given up.
+        """
+        pool, end = self._pool, time.monotonic() + CANCEL_SECONDS
+        while pool is not None and self._drawing.locked() and time.monotonic() < end:
+            pool.cancel()  # again and again: a request may just have been on its way
+            time.sleep(0.1)
         servers, self._servers, self._pool, self.version, self._params = self._servers, [], None, -1, None
         for server in servers:
             server.stop()

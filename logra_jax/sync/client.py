@@ -107,9 +107,7 @@ class Client:
         """
         served = {card["id"]: card for card in self.call("/v1/models", method="GET", timeout=QUICK)["data"]}
         if self.model not in served:
-            raise UserError(
-                f"{self.url} serves {', '.join(served)}, not {self.model!r}: start it as README, section on vLLM, says"
-            )
+            raise UserError(f"{self.url} serves {', '.join(served)}, not {self.model!r}: start it as docs/vllm.md says")
         return served[self.model]["max_model_len"]
 
     def describe(self) -> dict[str, Any]:
@@ -121,7 +119,7 @@ class Client:
         try:
             found = self._ranks("logra_describe")
         except UserError as error:
-            raise UserError(f"{error}; was it started as README, section on vLLM, says?") from None
+            raise UserError(f"{error}; was it started as docs/vllm.md says?") from None
         self._all_ok(found, "cannot say what it serves")
         return found[0]
 
@@ -280,6 +278,23 @@ class Client:
         body = {"model": self.model, "token_ids": [int(i) for i in prompt], "sampling_params": sampling}
         found = self.call("/inference/v1/generate", body)
         return [self._completion(choice) for choice in sorted(found["choices"], key=lambda c: c["index"])]
+
+    def score(self, prompt: Sequence[int]) -> list[float]:
+        """Log-probabilities, nats, at temperature 1 and among all ids, of a prompt's tokens but the first.
+
+        Raises:
+          Unreachable, UserError: see `call`.
+        """
+        prompt = [int(i) for i in prompt]
+        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"model": self.model, "token_ids": prompt, "sampling_params": sampling}
+        found = self.call("/inference/v1/generate", body)["prompt_logprobs"]  # of the first token there is none
+        return [entry[str(token)]["logprob"] for entry, token in zip(found[1:], prompt[1:], strict=True)]
+
+    def abort(self, timeout: float = 5.0) -> None:
+        """Give up all answers that are being drawn; who waits for one gets an error."""
+        self.call("/pause?mode=abort", timeout=timeout)
+        self.call("/resume", timeout=timeout)
 
     def _completion(self, choice: Mapping[str, Any]) -> Completion:
         reason = choice["finish_reason"]

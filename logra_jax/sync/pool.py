@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Pool:
         self.clients, self.at_once = tuple(clients), at_once
         self.version = 0
         self.lost: dict[int, UserError] = {}
+        self._cancelled = False
 
     def plan(self, shapes: Mapping[str, Sequence[int]], version: int = 0, **options: Any) -> None:
         """`Client.plan` of all servers."""
@@ -91,6 +93,16 @@ class Pool:
                 self.lost[number] = error
         return found
 
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """`Client.score` of all prompts, by every server that is not lost; those where it fails are."""
+        return self._try(lambda number: [self.clients[number].score(p) for p in prompts], self._here())
+
+    def cancel(self) -> None:
+        """Let a `generate` in another thread end now, with a UserError, and refuse every later one."""
+        self._cancelled = True
+        with ThreadPoolExecutor(len(self.clients)) as threads:
+            list(threads.map(_abort, self.clients))
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -122,7 +134,8 @@ class Pool:
             with changed:
                 # A prompt that another server has may come back.
                 changed.wait_for(lambda: waiting or len(found) == len(prompts) or failed)
-                return waiting.popleft() if waiting and not failed and number not in self.lost else None
+                ends = failed or self._cancelled or number in self.lost
+                return waiting.popleft() if waiting and not ends else None
 
         def work(number: int) -> None:
             client = self.clients[number]
@@ -151,6 +164,8 @@ class Pool:
         slots = [number for _ in range(min(self.at_once, len(waiting))) for number in self._here()]
         with ThreadPoolExecutor(max(len(slots), 1)) as threads:
             list(threads.map(work, slots))
+        if self._cancelled:
+            raise UserError("no more answers are wanted")
         if failed:
             raise failed[0]
         missing = len(found) < len(prompts)
@@ -160,3 +175,8 @@ class Pool:
         if missing:
             raise Unreachable(str(next(iter(self.lost.values()))))
         return [found[i] for i in range(len(prompts))]
+
+
+def _abort(client: Client) -> None:
+    with suppress(UserError):  # it is gone, or busy with something else
+        client.abort()

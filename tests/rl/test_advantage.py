@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from logra_jax.errors import UserError
-from logra_jax.rl.advantage import Advantages, grpo, leave_one_out, running_baseline, zero_share
+from logra_jax.rl.advantage import (
+    Advantages,
+    grpo,
+    informative,
+    leave_one_out,
+    overlong_penalty,
+    running_baseline,
+    zero_share,
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +108,19 @@ def test_outcome_is_all_or_nothing():
     got, baseline = running_baseline(np.array([0.999, 1.0, 1.5, 0.0]), 0.0)
     np.testing.assert_allclose(got.values, [-0.01, 1.0, 1.0, -0.01], rtol=1e-6)
     assert baseline == pytest.approx(0.1 * (1.98 / 4))
+
+
+def test_groups_that_can_teach():
+    rewards = np.array([[0, 0, 0], [0, 1, 0], [math.nan, 1, 0], [math.nan, 1, 1], [math.nan, math.nan, 1], [1, 1, 1]])
+    assert informative(rewards).tolist() == [False, True, True, False, False, False]
+
+
+def test_overlong_penalty_of_the_paper():
+    """DAPO's three cases: nothing up to longest - span, then linear, then -1."""
+    got = overlong_penalty(np.array([[0, 12, 13], [14, 16, 20]]), longest=16, span=4)
+    np.testing.assert_allclose(got, [[0, 0, -0.25], [-0.5, -1, -1]], atol=1e-7)
+    assert got.dtype == np.float32
+    assert not overlong_penalty(np.array([1, 16]), longest=16, span=0).any()
 
 
 def test_zero_share_counts_valid_rows_only():

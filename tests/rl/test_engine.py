@@ -1,5 +1,7 @@
 """Refilled slots against the written key rule and the full forward pass, the number of turns, the engine."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM, ModelConfig, load_hf
 from logra_jax.rl import decoding, refill
 from logra_jax.rl.engine import Engine, JaxEngine
-from logra_jax.rl.rollout import Rollout, Sampler, attention_mask
+from logra_jax.rl.rollout import Rollout, Sampler, _generate, attention_mask
 
 END, WIDTH, N, SEED, UPDATE = 3, 13, 3, 5, 2
 
@@ -17,7 +19,7 @@ END, WIDTH, N, SEED, UPDATE = 3, 13, 3, 5, 2
 def make_model(**changes):
     config = ModelConfig(
         model_type="qwen2", vocab_size=20, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=4, rms_norm_eps=1e-6, rope_theta=1e4,
         max_position_embeddings=64, tie_word_embeddings=False, qkv_bias=True, initializer_range=0.3,
     )  # fmt: skip
     return CausalLM(config, **changes)
@@ -93,24 +95,69 @@ def test_rows_are_those_of_the_definition(policy, requests, slots, loop, monkeyp
     check_definition(model, params, got, requests)
 
 
-def test_states_of_linear_attention_are_those_of_the_new_row(hybrid, requests):
+def sample_on(mesh, model, params, requests, **options):
+    """Rows that were sampled on a mesh, and what its devices gather in loops, as (dtype, shape)."""
+    places = shardings(mesh, model.logical_axes(), model.abstract_params())
+    sampler = make_sampler(model.replace(mesh=mesh, scan_unroll=1), **options)
+    arguments = jax.device_put(params, places), *jax.device_put(requests[0], batch_sharding(mesh))
+    numbers = np.asarray([SEED, UPDATE], np.uint32)
+    # Compiled quickly: what lies where is decided all the same.
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    program = _generate.lower(sampler, *arguments, numbers, N, requests[1]).compile(options)
+    return program(*arguments, numbers, requests[1]), gathered_in_loops(program.as_text())
+
+
+def gathered_in_loops(text):
+    """(dtype, shape) of all that an optimised program gathers in its loops and in what they call."""
+    bodies, name = {}, ""
+    for line in text.splitlines():
+        if line and not line.startswith(" "):
+            name = line.removeprefix("ENTRY ").split(" ")[0].lstrip("%")
+        bodies.setdefault(name, []).append(line)
+    inside = set(re.findall(r" while\(.*body=%?([\w.-]+)", text))
+    while (
+        more := {n for i in inside for n in re.findall(r"=%?([\w.-]+)", "\n".join(bodies[i])) if n in bodies} - inside
+    ):
+        inside |= more
+    found = [re.findall(r"= (.*) all-gather(?:-start)?\(", line) for name in inside for line in bodies[name]]
+    return {each for types in found for one in types for each in re.findall(r"(\w+)\[([\d,]*)\]", one)}
+
+
+@pytest.mark.parametrize("tensor", [0, 2])
+def test_states_of_linear_attention_are_those_of_the_new_row(hybrid, requests, tensor):
     model, params = hybrid
-    got = make_sampler(model, slots=5).generate(params, *requests[0], N, SEED, UPDATE, requests[1])
+    if tensor:
+        got, gathered = sample_on(make_mesh(2, 1), model, params, requests, slots=5, tensor=tensor)
+        assert not {kind for kind, _ in gathered} & {"f32", "bf16"}
+    else:
+        got = make_sampler(model, slots=5).generate(params, *requests[0], N, SEED, UPDATE, requests[1])
     # A delta rule in chunks and step by step are two ways to the same sum, ten times as far apart.
     check_definition(model, params, got, requests, steps=320)
 
 
-@pytest.mark.parametrize(("fsdp", "tensor"), [(4, 1), (2, 2)])
-def test_devices(policy, requests, fsdp, tensor):
-    """Each device that rows are split over has a queue of its own, and the rows are the same."""
+@pytest.mark.parametrize(("fsdp", "tensor", "group", "slots"), [(4, 1, 0, 4), (2, 2, 0, 4), (8, 1, 4, 0), (4, 2, 4, 4)])
+def test_devices(policy, requests, fsdp, tensor, group, slots):
+    """Devices that rows are split over have queues of their own; in groups they gather no weights. Same rows."""
     model, params = policy
-    mesh = make_mesh(fsdp, tensor)
-    places = shardings(mesh, model.logical_axes(), model.abstract_params())
-    sampler = make_sampler(model.replace(mesh=mesh), slots=4)
-    arrays = jax.device_put(requests[0], batch_sharding(mesh))
-    got = sampler.generate(jax.device_put(params, places), *arrays, N, SEED, UPDATE, requests[1])
+    got, gathered = sample_on(make_mesh(fsdp, tensor), model, params, requests, slots=slots, tensor=group)
     assert {shard.data.shape[0] for shard in got.tokens.addressable_shards} == {8 * N // fsdp}
     check_definition(model, params, got, requests)
+    # Kernels of the query projection, of whole width or that of one part.
+    assert (("f32", f"32,{32 // tensor}") in gathered) == (group == 0)
+    assert not group or {kind for kind, _ in gathered} <= {"s32", "pred"}
+
+
+def test_a_copy_for_groups_is_cast(policy, requests):
+    """bfloat16 computation of float32 weights: once before the loop or in it, the products are the same."""
+    model, params = policy
+    model = model.replace(compute_dtype="bfloat16")
+    limits = np.full(8 * N, 1, np.int32)
+    (plain, _), (copied, _) = (
+        sample_on(make_mesh(2, 1), model, params, (requests[0], limits), tensor=group, temperature=0.0)
+        for group in (0, 1)
+    )
+    np.testing.assert_array_equal(plain.tokens, copied.tokens)
+    np.testing.assert_array_equal(plain.logprobs, copied.logprobs)
 
 
 def test_a_place_is_empty_for_no_turn(policy, requests, monkeypatch):

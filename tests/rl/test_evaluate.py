@@ -11,7 +11,8 @@ from tiny import TINY
 
 from logra_jax.errors import UserError
 from logra_jax.models import CausalLM
-from logra_jax.rl.evaluate import evaluate, means_by_task, pass_at_k
+from logra_jax.rl.evaluate import evaluate, majority, means_by_task, pass_at_k
+from logra_jax.rl.intervals import wilson
 from logra_jax.rl.rollout import Rollout, Sampler
 
 END = 9
@@ -56,12 +57,15 @@ def make_prompts(count=3):
 class Table:
     """Rewards by (prompt, answer), 0 where nothing is said."""
 
-    def __init__(self, scores):
-        self.scores, self.seen = scores, []
+    def __init__(self, scores, answers=None):
+        self.scores, self.read, self.seen = scores, answers, []
 
     def grade(self, prompts, completions, columns):
         self.seen.append((list(prompts), list(completions), columns))
         return np.array([self.scores.get(x, 0.0) for x in zip(prompts, completions, strict=True)], np.float32)
+
+    def answers(self, completions):
+        return None if self.read is None else [self.read(text) for text in completions]
 
 
 def decode(ids):
@@ -73,7 +77,7 @@ def test_counts(batch):
     sampler = PlayedBack()
     scores = {("q0", "12"): 1.0, ("q0", ""): 0.5, ("q1", "2"): 1.5, ("q1", "22"): 1.0, ("q2", "5"): math.nan}
     grader, stops = Table(scores), []
-    metrics, records = evaluate(
+    metrics, intervals, records = evaluate(
         sampler, None, make_prompts(), grader, decode=decode, batch=batch, samples=3, ks=(1, 2, 3), seed=4,
         update=6, after_batch=lambda: stops.append(1),
     )  # fmt: skip
@@ -81,6 +85,11 @@ def test_counts(batch):
     texts = ["12", "", "3456", "2", "22", "777", "5", "1", "12"]
     assert [r.completion for r in records] == texts
     assert [r.prompt for r in records] == ["q0"] * 3 + ["q1"] * 3 + ["q2"] * 3
+    assert [r.id for r in records] == [10] * 3 + [11] * 3 + [12] * 3
+    assert [r.sample for r in records] == [0, 1, 2] * 3
+    assert [r.length for r in records] == [3, 1, 4, 2, 3, 4, 2, 2, 3]
+    assert [r.stopped for r in records] == [True, True, False] + [True] * 6
+    assert {(r.answer, r.task) for r in records} == {(None, None)}
     want = [1.0, 0.5, 0, 1.5, 1, 0, math.nan, 0, 0]
     np.testing.assert_array_equal([r.reward for r in records], want)
     # One grading call, columns beside their rows.
@@ -101,14 +110,23 @@ def test_counts(batch):
         "pass@2": pytest.approx((2 / 3 + 1 + 0) / 3),
         "pass@3": 1.0,  # of the prompts with three graded answers, both have a right one
     }
+    assert intervals.keys() == {"accuracy", "pass@1", "pass@2", "pass@3"}
+    # 1 of 3, 2 of 3, 0 of 2: prompts are so much alike that all answers count as independent.
+    assert intervals["accuracy"] == pytest.approx(wilson(3 / 8, 8))
+    assert intervals["pass@3"] == pytest.approx(wilson(1.0, 2))  # two prompts, and nothing that they differ in
 
 
 def test_accuracies_by_task_and_their_mean():
     scores = {("q0", "12"): 1.0, ("q1", "2"): 1.0, ("q1", "22"): 0.9, ("q1", "777"): math.nan}
     scores |= dict.fromkeys([("q2", "5"), ("q2", "1"), ("q2", "12")], math.nan)
-    metrics, _ = evaluate(
+    metrics, intervals, records = evaluate(
         PlayedBack(), None, make_prompts(), Table(scores), decode=decode, batch=2, samples=3, tasks=["b", "a", "c"]
     )
+    assert [r.task for r in records] == ["b"] * 3 + ["a"] * 3 + ["c"] * 3
+    assert intervals.keys() == {"accuracy", "accuracy/a", "accuracy/b", "macro_accuracy"}
+    # One prompt each says nothing of how far prompts are apart: answers count as independent.
+    assert intervals["accuracy/a"] == pytest.approx(wilson(1 / 2, 2))
+    assert intervals["macro_accuracy"] == pytest.approx(wilson((1 / 2 + 1 / 3) / 2, 5))
     # One of three answers to q0, one of two graded ones to q1; no answer to q2, the only prompt of c, was graded.
     assert metrics["accuracy"] == pytest.approx(2 / 5)
     assert metrics["accuracy/a"] == pytest.approx(1 / 2)
@@ -131,9 +149,42 @@ def test_pass_at_k_is_the_share_of_all_choices():
             pass_at_k(*bad)
 
 
+def test_majority_is_the_expected_outcome_of_a_vote_with_ties_drawn():
+    """Against the vote itself: all orders of the answers, the first of the most frequent texts wins."""
+    for answers, right in (
+        ("aab", (1, 1, 0)), ("abb", (1, 0, 0)), ("abc", (0, 1, 0)), ("aabb", (1, 1, 0, 0)), ("aabbc", (0, 0, 1, 1, 0)),
+        ("abcc", (1, 0, 0, 0)), ("a", (1,)), ("aab", (1, 0, 0)), ("abcd", (1, 1, 0, 0)),
+    ):  # fmt: skip
+        outcomes = []
+        for order in itertools.permutations(range(len(answers))):
+            texts = [answers[i] for i in order]
+            winner = max(texts, key=texts.count)  # the first one of several
+            outcomes.append(right[order[texts.index(winner)]])
+        assert majority(list(answers), right) == pytest.approx(np.mean(outcomes))
+    # Completions without an answer do not vote, however many they are.
+    assert majority([None, None, "a"], [0, 0, 1]) == 1.0
+    assert majority([None, None], [0, 0]) == 0.0
+
+
+def test_majority_over_prompts():
+    scores = {("q0", "12"): 1.0, ("q1", "2"): 1.0, ("q1", "22"): 1.0, ("q2", "5"): math.nan}
+    grader = Table(scores, answers=lambda text: text[:1] or None)
+    metrics, intervals, records = evaluate(
+        PlayedBack(), None, make_prompts(), grader, decode=decode, batch=2, samples=3
+    )
+    assert [r.answer for r in records] == ["1", None, "3", "2", "2", "7", "5", "1", "1"]
+    # q0: 1 (right) and 3 have a vote each; q1: 2 has two, both right; an answer to q2 was not graded.
+    assert metrics["maj@3"] == pytest.approx((1 / 2 + 1) / 2)
+    spread = 3 / 4 * 1 / 4
+    assert intervals["maj@3"] == pytest.approx(wilson(3 / 4, min(spread / (2 * 0.25**2 / 4), 6)))
+    one, *_ = evaluate(PlayedBack(), None, make_prompts(), grader, decode=decode, batch=2)
+    assert not any(name.startswith("maj") for name in one)
+
+
 def test_nothing_graded():
     grader = Table({(f"q{i}", t): math.nan for i, t in enumerate(["12", "2", "5"])})
-    metrics, _ = evaluate(PlayedBack(), None, make_prompts(), grader, decode=decode, batch=2, ks=(1,))
+    metrics, intervals, _ = evaluate(PlayedBack(), None, make_prompts(), grader, decode=decode, batch=2, ks=(1,))
+    assert intervals == {}
     assert math.isnan(metrics["accuracy"])
     assert math.isnan(metrics["reward"])
     assert math.isnan(metrics["pass@1"])

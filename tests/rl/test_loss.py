@@ -1,5 +1,7 @@
 """Log-probabilities and policy loss against numpy in float64, and the properties an update relies on."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from logra_jax.rl.loss import LossSettings, entropy_of, policy_loss, token_logprobs, token_weights
+from logra_jax.rl.loss import LossSettings, add_sums, entropy_of, policy_loss, token_logprobs, token_weights
 
 NO_CLIP = {"clip_low": None, "clip_high": None}
 
@@ -40,6 +42,7 @@ def make_rows(seed=0, b=6, c=5, empty=2):
 def counts_of(rows):
     mask = np.asarray(rows["mask"])
     return {
+        "longest": mask.shape[1],
         "total_tokens": jnp.asarray(mask.sum(), jnp.float32),
         "total_sequences": jnp.asarray(mask.any(1).sum(), jnp.float32),
     }
@@ -52,7 +55,16 @@ def loss_of(rows, counts=None, **options):
     return policy_loss(**rows | of_row, settings=settings)
 
 
-def numpy_loss(rows, *, aggregation="token", clip_low=None, clip_high=None, importance_cap=None, reference_kl=0.0):
+def numpy_loss(
+    rows,
+    *,
+    aggregation="token",
+    ratio="token",
+    clip_low=None,
+    clip_high=None,
+    importance_cap=None,
+    reference_kl=0.0,
+):
     """The docstring's formula, token by token, in float64."""
     rows = {k: np.asarray(v, np.float64) for k, v in rows.items()}
     b, c = rows["mask"].shape
@@ -63,15 +75,17 @@ def numpy_loss(rows, *, aggregation="token", clip_low=None, clip_high=None, impo
             if not rows["mask"][i, t]:
                 continue
             logp, old, adv = rows["logprobs"][i, t], rows["old_logprobs"][i, t], rows["advantages"][i]
-            ratio = np.exp(logp - old)
+            mean = np.mean((rows["logprobs"] - rows["old_logprobs"])[i][rows["mask"][i] > 0])
+            new_to_old = np.exp(logp - old if ratio == "token" else mean)
             low = 0 if clip_low is None else 1 - clip_low
             high = np.inf if clip_high is None else 1 + clip_high
-            value = -min(ratio * adv, min(max(ratio, low), high) * adv)
+            value = -min(new_to_old * adv, min(max(new_to_old, low), high) * adv)
             if importance_cap is not None:
                 value *= min(np.exp(old - rows["rollout_logprobs"][i, t]), importance_cap)
             gap = rows["ref_logprobs"][i, t] - logp
             row += value + reference_kl * (np.exp(gap) - gap - 1)
-        total += row / tokens if aggregation == "token" else (row / n / filled if n else 0.0)
+        divisor = {"token": tokens, "sequence": max(n, 1) * filled, "constant": c * filled}[aggregation]
+        total += row / divisor
     return total
 
 
@@ -80,8 +94,10 @@ OPTIONS = [
     {"clip_low": 0.2, "clip_high": 0.28},
     {"clip_high": 0.1},
     {"importance_cap": 2.0},
+    {"ratio": "sequence", "reference_kl": 0.3, "clip_low": 0.05, "clip_high": 0.1},
     {"importance_cap": 1.1, "reference_kl": 0.3, "clip_low": 0.1, "clip_high": 0.1},
 ]
+KINDS = [("token", "token"), ("sequence", "sequence"), ("constant", "token")]  # aggregation, ratio
 
 
 class TestTokenLogprobs:
@@ -169,7 +185,7 @@ class TestTokenLogprobs:
 
 
 class TestPolicyLoss:
-    @pytest.mark.parametrize("aggregation", ["token", "sequence"])
+    @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
     @pytest.mark.parametrize("options", OPTIONS)
     def test_matches_definition(self, aggregation, options):
         rows = make_rows()
@@ -192,10 +208,10 @@ class TestPolicyLoss:
             want[index] = (sides[0] - sides[1]) / (2 * step)
         np.testing.assert_allclose(got, want, atol=1e-5)
 
-    @pytest.mark.parametrize("aggregation", ["token", "sequence"])
+    @pytest.mark.parametrize(("aggregation", "ratio"), KINDS)
     @pytest.mark.parametrize("parts", [1, 2, 3, 6])
-    def test_parts_add_up(self, aggregation, parts):
-        rows, options = make_rows(), OPTIONS[-1] | {"aggregation": aggregation}
+    def test_parts_add_up(self, aggregation, ratio, parts):
+        rows, options = make_rows(), OPTIONS[-1] | {"aggregation": aggregation, "ratio": ratio}
         counts = counts_of(rows)
 
         def value(x, keep):
@@ -207,20 +223,21 @@ class TestPolicyLoss:
         pieces = [grad(rows["logprobs"], slice(i, None, parts)) for i in range(parts)]
         assert sum(float(p[0][0]) for p in pieces) == pytest.approx(float(whole), rel=1e-5)
         np.testing.assert_allclose(sum(p[1] for p in pieces), gradient, atol=1e-7)
-        total = jax.tree.map(lambda *xs: float(sum(xs)), *(p[0][1] for p in pieces))
+        total = functools.reduce(add_sums, (p[0][1] for p in pieces))
         np.testing.assert_allclose(total, sums, rtol=1e-5)
 
-    @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-    def test_padding_changes_nothing(self, aggregation):
+    @pytest.mark.parametrize(("aggregation", "ratio"), KINDS)
+    def test_padding_changes_nothing(self, aggregation, ratio):
         """More columns and whole empty rows, filled with NaN, leave loss, gradient and sums as they are."""
-        rows, options = make_rows(), OPTIONS[-1] | {"aggregation": aggregation}
+        rows, options = make_rows(), OPTIONS[-1] | {"aggregation": aggregation, "ratio": ratio}
 
         def pad(x):
             fill = False if x.dtype == bool else jnp.nan
             return jnp.pad(x, [(1, 2), (0, 3)][: x.ndim], constant_values=fill)
 
         padded = {k: pad(v) for k, v in rows.items()}
-        grad = jax.value_and_grad(lambda x, rows: loss_of({**rows, "logprobs": x}, **options), has_aux=True)
+        counts = counts_of(rows)
+        grad = jax.value_and_grad(lambda x, rows: loss_of({**rows, "logprobs": x}, counts, **options), has_aux=True)
         (want, want_sums), want_gradient = grad(rows["logprobs"], rows)
         (got, sums), gradient = grad(padded["logprobs"], padded)
         assert float(got) == pytest.approx(float(want), rel=1e-6)
@@ -243,11 +260,11 @@ class TestPolicyLoss:
         lengths = np.asarray(rows["mask"]).sum(1, keepdims=True)
         np.testing.assert_allclose(gradient, np.asarray(rows["mask"]) / lengths / 32, rtol=1e-5)
 
-    @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-    def test_no_valid_token(self, aggregation):
+    @pytest.mark.parametrize(("aggregation", "ratio"), KINDS)
+    def test_no_valid_token(self, aggregation, ratio):
         rows = make_rows(b=2, c=2, empty=0)
         rows["mask"] = jnp.zeros((2, 2), bool)
-        options = OPTIONS[-1] | {"aggregation": aggregation}
+        options = OPTIONS[-1] | {"aggregation": aggregation, "ratio": ratio}
         (loss, sums), gradient = jax.value_and_grad(
             lambda x: loss_of({**rows, "logprobs": x}, **options), has_aux=True
         )(rows["logprobs"])
@@ -348,13 +365,15 @@ class TestPolicyLoss:
             "reference_kl": np.exp(gap) - gap - 1,
             "importance": np.minimum(weight, 1.2),
             "capped": weight > 1.2,
+            "deviation": np.abs(weight - 1),
             "mismatch": (host["rollout_logprobs"] - host["old_logprobs"]) * host["ended"],
             "ended_tokens": host["ended"],
         }
-        assert set(want) | {"loss"} == set(sums._fields)
+        assert set(want) | {"loss", "max_deviation"} == set(sums._fields)
         for name, values in want.items():
             assert float(getattr(sums, name)) == pytest.approx((values * mask).sum(), rel=1e-5, abs=1e-6), name
         assert float(sums.loss) == float(loss)
+        assert float(sums.max_deviation) == pytest.approx((np.abs(weight - 1) * mask).max(), rel=1e-5)
         assert 0 < float(sums.clipped) < float(sums.tokens)
         assert 0 < float(sums.capped) < float(sums.tokens)
 
@@ -362,5 +381,7 @@ class TestPolicyLoss:
         rows = make_rows()
         with pytest.raises(ValueError, match="aggregation"):
             loss_of(rows, aggregation="mean")
+        with pytest.raises(ValueError, match="ratio"):
+            loss_of(rows, ratio="constant")
         with pytest.raises(ValueError, match="ref_logprobs"):
             loss_of(rows | {"ref_logprobs": None}, reference_kl=0.1)

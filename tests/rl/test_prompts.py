@@ -96,6 +96,18 @@ def test_chat_template_with_generation_prompt_and_system(jsonl, tokenizer):
     )
 
 
+def test_a_thinking_switch_reaches_the_template_that_has_one(jsonl, fixtures):
+    path, tokenizer = jsonl(rows(("hi", "x"))), load_tokenizer(fixtures / "tiny-qwen3")
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}[no]{% endif %}"
+    )
+    for value, text in ((None, "hi"), (True, "hi"), (False, "hi[no]")):
+        assert load(path, tokenizer, template="chat", enable_thinking=value).texts == [text]
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(UserError, match=r"data\.enable_thinking=false has no effect"):
+        load(path, tokenizer, template="chat", enable_thinking=False)
+
+
 def test_blank_lines_crlf_bom_and_line_separators_inside_texts(jsonl, tokenizer):
     odd = "caf\u00e9 \u2028 \u0085 π"
     content = "\ufeff" + json.dumps({"prompt": odd, "answer": "1"}, ensure_ascii=False)

@@ -195,6 +195,14 @@ def test_exact_takes_group_one_of_the_last_match():
         assert grader.grade(["", ""], [" yes\n", "yes no"], {"answer": ["yes", "yes"]}).tolist() == [1.0, 0.0]
 
 
+def test_answers_that_vote(maths):
+    with make_reward("exact", answer_column="answer", timeout_s=1.0, workers=1, pattern="#([^#]*)$") as grader:
+        assert grader.answers(["8*6=48#12#3528", "# 3528\n", "3528", "#"]) == ["3528", "3528", None, None]
+    with make_reward("exact", answer_column="answer", timeout_s=1.0, workers=1) as grader:
+        assert grader.answers([" yes\n", "yes no", ""]) == ["yes", "yes no", None]
+    assert maths.answers([r"\boxed{\tfrac12} or \boxed{ 7 }", "7"]) == ["7", None]
+
+
 def test_exact_with_an_optional_group_that_did_not_match():
     with make_reward("exact", answer_column="answer", timeout_s=1.0, workers=1, pattern="(x)?y") as grader:
         assert grader.grade([""], ["y"], {"answer": ["x"]}).tolist() == [0.0]
@@ -311,7 +319,7 @@ def test_an_interrupted_call_leaves_no_stale_replies(maths):
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            maths.grade([""], [r"\boxed{\int_0^1 x^{x^{x^{x}}} dx}"], {"answer": ["2"]})
+            maths.grade([""], [r"\boxed{2}"], {"answer": [r"\int_0^1 x^{x^{x^{x}}} dx"]})  # takes for ever
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, previous)

@@ -11,14 +11,14 @@ from logra_jax import optim
 from logra_jax.mesh import batch_sharding, make_mesh, shardings
 from logra_jax.models import CausalLM
 from logra_jax.rl.batch import Batch
-from logra_jax.rl.loss import LossSettings, policy_loss, token_weights
+from logra_jax.rl.loss import LossSettings, add_sums, policy_loss, token_weights
 from logra_jax.rl.packing import Packing, pack, read_slots
 from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.rollout import completion_mask
 from logra_jax.rl.update import TrainState, make_update
 
 PROMPT, NEW, VOCAB, ROWS = 5, 7, 30, 8
-EVERYTHING = LossSettings("sequence", clip_low=0.05, clip_high=0.05, importance_cap=1.2, reference_kl=0.3)
+EVERYTHING = LossSettings("sequence", "sequence", clip_low=0.05, clip_high=0.05, importance_cap=1.2, reference_kl=0.3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,13 +76,14 @@ def packed(batch, budget, devices=1):
     return batch._replace(packing=Packing(*map(jnp.asarray, found)))
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"clip_low": 0.05},
         {"clip_high": 0.05},
+        {"ratio": "sequence", "clip_low": 0.05},
         {"importance_cap": 1.2},
         {"reference_kl": 0.3, "importance_cap": 1.1, "clip_low": 0.1, "clip_high": 0.1},
     ],
@@ -95,7 +96,7 @@ def test_loss_and_its_gradient(aggregation, options, old):
     entropy = jax.random.uniform(jax.random.key(1), (ROWS, NEW))
     mask = completion_mask(batch.lengths, NEW) & batch.valid[:, None]
     counts = jnp.sum(mask, dtype=jnp.float32), jnp.sum(batch.valid, dtype=jnp.float32)
-    weights = token_weights(aggregation, batch.lengths, *counts)
+    weights = token_weights(aggregation, batch.lengths, NEW, *counts)
     before = batch.old_logprobs if old else None
 
     def whole(logprobs):
@@ -110,6 +111,7 @@ def test_loss_and_its_gradient(aggregation, options, old):
             logprobs, of_token(entropy), of_token(before) if old else None, of_token(batch.rollout_logprobs),
             of_token(batch.ref_logprobs), of_answer(batch.advantages), of_answer(weights), slots.learns,
             slots.learns & of_answer(batch.stopped), settings,
+            lambda values, mask: of_answer(slots.means(values, mask, ROWS)),
         )  # fmt: skip
 
     (loss, sums), gradient = jax.value_and_grad(whole, has_aux=True)(logprobs)
@@ -117,7 +119,7 @@ def test_loss_and_its_gradient(aggregation, options, old):
     for number in range(int(batch.packing.passes)):
         slots = read_slots(batch.packing.source[number], PROMPT + NEW, PROMPT)
         (one, found), own = jax.value_and_grad(part, has_aux=True)(slots.of_completion(logprobs), slots)
-        total, total_sums = total + one, jax.tree.map(jnp.add, total_sums, found)
+        total, total_sums = total + one, add_sums(total_sums, found)
         collected = slots.put(own, collected)
     np.testing.assert_allclose(total, loss, rtol=1e-5)
     np.testing.assert_allclose(total_sums, sums, rtol=1e-5)

@@ -190,3 +190,19 @@ def test_refusals_and_silence_are_told_apart(stand) -> None:
     stand.answers["/inference/v1/generate"] = 500  # what vLLM says once a worker is gone
     with pytest.raises(Unreachable, match="answered 500"):
         stand.client.generate([4], max_tokens=2, seed=0)
+
+
+def test_a_prompt_is_scored_token_by_token(stand) -> None:
+    entry = lambda token, value: {str(token): {"logprob": value, "rank": 3, "decoded_token": None}}
+    stand.answers["/inference/v1/generate"] = {"prompt_logprobs": [None, entry(17, -8.5), entry(5, -0.25)]}
+    assert stand.client.score(np.array([5, 17, 5])) == [-8.5, -0.25]
+    body = stand.bodies[-1]
+    assert body["token_ids"] == [5, 17, 5]
+    # Of the prompt's own tokens alone; and a server generates at least one.
+    asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+    assert body["sampling_params"] == asked
+
+
+def test_answers_under_way_are_given_up(stand) -> None:
+    stand.client.abort()
+    assert stand.calls == ["/pause?mode=abort", "/resume"]

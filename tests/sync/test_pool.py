@@ -135,3 +135,38 @@ def test_who_fails_in_a_sync_is_left_out_until_it_has_all_weights() -> None:
 
 def test_no_prompts() -> None:
     assert pool(Stand("a")).generate([], [], max_tokens=1) == []
+
+
+def test_a_generation_that_is_cancelled_ends_and_none_follows() -> None:
+    begun, aborted = threading.Event(), threading.Event()
+
+    class Slow(Stand):
+        def generate(self, *_, **__) -> list[Completion]:
+            begun.set()
+            assert aborted.wait(20)
+            raise Unreachable("an answer ended with 'abort'")
+
+        def abort(self) -> None:
+            aborted.set()
+
+    servers, ends = pool(Slow("a")), []
+
+    def draw() -> None:
+        with pytest.raises(UserError, match="no more answers") as error:
+            servers.generate([[1], [2], [3]], [0, 1, 2])
+        ends.append(error.value)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    assert begun.wait(20)
+    servers.cancel()
+    thread.join(20)
+    assert not isinstance(ends[0], Unreachable)  # which would be tried again
+    with pytest.raises(UserError, match="no more answers"):
+        servers.generate([[1]], [0])
+
+
+def test_all_servers_score() -> None:
+    one, other = Stand("a"), Stand("b")
+    one.score, other.score = lambda prompt: [-float(prompt[0])], lambda prompt: [0.5]
+    assert pool(one, other).score([[1], [2]]) == [[[-1.0], [-2.0]], [[0.5], [0.5]]]
