@@ -34,6 +34,7 @@ from logra_jax.compare import Finished, read_run
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW, DROP, RATIO = 50, 0.2, (0.8, 1.25)
 TIMES = ("time/", "tokens/s")  # of the metrics, what may differ between two runs
+TASK = "eval/accuracy/"
 
 
 def updates(out: Path) -> int:
@@ -112,6 +113,11 @@ def same_bits(long: Finished, short: Finished, kept: Path, compare: int) -> dict
     return {"updates": compare, "arrays": len(one), "other metrics": rows, "other arrays": sorted(arrays)}
 
 
+def task_names(run: Finished) -> list[str]:
+    """Of the mixture, from its evaluations."""
+    return sorted({key.removeprefix(TASK) for row in run.rows for key in row if key.startswith(TASK)})
+
+
 def deepest_fall(rewards: Sequence[float]) -> float:
     """How far a mean of WINDOW rewards lies below the highest earlier one, at most."""
     means = [statistics.fmean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1)]
@@ -135,13 +141,13 @@ def judge(out: Path, compare: int, kills: Sequence[int]) -> tuple[dict[str, Any]
     rewards = list(long.curve("reward/mean").values())
     predicted, budget, realized = (long.curve(f"kl/{name}") for name in ("predicted", "budget", "realized"))
     ratio = percentiles([realized[x] / predicted[x] for x in realized if predicted.get(x)])
-    tasks = {key: list(long.curve(key).values()) for key in long.rows[-1] if key.startswith("eval/accuracy/")}
+    tasks = {name: list(long.curve(TASK + name).values()) for name in task_names(long)}
     bits = same_bits(long, short, out.with_name(out.name + f"-{compare}"), compare)
     found = {
         "updates": long.updates,
         "killed after": list(kills),
         "accuracy": [accuracy[0], accuracy[-1]],
-        "accuracy by task": {key.rpartition("/")[2]: [curve[0], curve[-1]] for key, curve in tasks.items()},
+        "accuracy by task": {name: [curve[0], curve[-1]] for name, curve in tasks.items()},
         "sampled reward, first and last 50": [statistics.fmean(part) for part in (rewards[:WINDOW], rewards[-WINDOW:])],
         "deepest fall": deepest_fall(rewards),
         "realised / predicted KL, 5 50 95 %": ratio,
@@ -175,8 +181,8 @@ def draw(run: Finished, kills: Sequence[int], picture: Path) -> None:
     left.plot(rewards, lw=0.5, alpha=0.4, label="an update")
     left.plot(means, lw=1.5, label=f"mean of {WINDOW}")
     left.set_title("reward of the sampled answers", fontsize=10)
-    for key in sorted(key for key in run.rows[-1] if key.startswith("eval/accuracy/")):
-        middle.plot(*zip(*run.curve(key).items(), strict=True), "o-", ms=2, lw=0.8, label=key.rpartition("/")[2])
+    for name in task_names(run):
+        middle.plot(*zip(*run.curve(TASK + name).items(), strict=True), "o-", ms=2, lw=0.8, label=name)
     middle.plot(*zip(*run.curve("eval/macro_accuracy").items(), strict=True), "k-", lw=2, label="mean")
     middle.set_title("held-out accuracy", fontsize=10)
     for name, style in (("realized", "."), ("predicted", "-"), ("budget", "k--")):
@@ -189,7 +195,7 @@ def draw(run: Finished, kills: Sequence[int], picture: Path) -> None:
             axis.axvline(kill, color="r", lw=0.6, ls=":", label="killed" if kill == kills[0] else None)
         axis.set_xlabel("update")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, ncols=2)
     save_figure(figure, picture)
 
 
@@ -207,6 +213,8 @@ def main() -> int:
     from logra_jax.config import load_config
 
     out, config = asked.out.absolute(), load_config(asked.config, asked.settings)
+    if config.steps < WINDOW:
+        parser.error(f"steps={config.steps}: the verdict needs {WINDOW}")
     for key, every in (("eval.every", config.eval.every), ("checkpoint.every", config.checkpoint.every)):
         if not every or asked.compare % every:
             parser.error(f"--compare {asked.compare} must be a multiple of {key}={every}")
