@@ -129,8 +129,8 @@ def flip(path: Path) -> None:
 )
 def test_damaged_newest_step_falls_back_and_says_so(saved, tmp_path, said, damage, reason):
     damage(tmp_path / "2")
-    step, state, meta = saved.restore(template(make_state()))
-    assert (step, meta) == (1, {"consumed": 10})
+    step, state, meta, host = saved.restore(template(make_state()))
+    assert (step, meta, host) == (1, {"consumed": 10}, {})
     assert bits(state) == bits(make_state(1))
     assert str(tmp_path / "2") in said[0]
     assert reason in said[0]

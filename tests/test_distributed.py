@@ -132,7 +132,7 @@ def saved(split, rows):
         checkpoints.wait()
         if distributed.first():
             next((folder / "2" / "state" / "d").iterdir()).write_bytes(b"")
-        step, state, meta = checkpoints.restore({"x": jax.ShapeDtypeStruct((2, 3), "float32", sharding=split)})
+        step, state, meta, _ = checkpoints.restore({"x": jax.ShapeDtypeStruct((2, 3), "float32", sharding=split)})
         names = sorted(path.name for path in folder.iterdir())
         if distributed.on_first(lambda: 0) == 0 and distributed.first():
             (folder / "1" / "meta.json").unlink()

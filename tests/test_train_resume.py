@@ -51,13 +51,13 @@ def lenient():
 @pytest.fixture
 def another_sampler(monkeypatch):
     """A sampler that computes otherwise than the trainer, so that there is a mismatch to take off the budget."""
-    sample = logra_jax.run.Run.sample
+    generate = logra_jax.run.Run.generate
 
-    def off_by_a_little(self, state, prompts, update):
-        rollout = sample(self, state, prompts, update)
+    def off_by_a_little(self, prompts, update):
+        rollout = generate(self, prompts, update)
         return rollout._replace(logprobs=rollout.logprobs + 1e-4)
 
-    monkeypatch.setattr(logra_jax.run.Run, "sample", off_by_a_little)
+    monkeypatch.setattr(logra_jax.run.Run, "generate", off_by_a_little)
 
 
 @pytest.fixture
