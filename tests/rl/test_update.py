@@ -28,6 +28,14 @@ def model():
     return CausalLM(TINY.replace(tie_word_embeddings=True), scan_unroll=1)  # compiles faster
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_programs():
+    """Most of the time here goes into compiling."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def params(model):
     # Larger kernels than a fresh model has, so that every weight has a gradient worth comparing.
