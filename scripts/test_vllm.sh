@@ -22,6 +22,6 @@ if [[ ! -x "${LOGRA_VLLM_PYTHON:-}" ]]; then
   exit 2
 fi
 export LOGRA_VLLM_PYTHON
-make_environment "$root" test
+make_environment "$root" "${EXTRAS:-test}"
 cd "$root"
 "$VENV/bin/python" -m pytest --durations=0 "${tests[@]}" "$@"
