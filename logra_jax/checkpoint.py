@@ -108,7 +108,7 @@ class Checkpoints:
                 partial.mkdir()
                 (partial / META).write_text(json.dumps(note, indent=1), encoding="utf-8")
                 if host:
-                    np.savez(partial / HOST, **host)  # type: ignore[arg-type]
+                    np.savez(partial / HOST, **dict[str, Any](host))
             except OSError as error:
                 raise self._write_error(step, partial, error) from error
             return True

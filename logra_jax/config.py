@@ -17,7 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from logra_jax.errors import UserError
 from logra_jax.rules import EXCLUSIVE, check, check_lengths, conditions, idle, reset
-from logra_jax.settings import SETTINGS, Config, Setting, key_of, lies_within
+from logra_jax.schema import SETTINGS, Setting, key_of, lies_within
+from logra_jax.settings import Config
 
 PACKAGED = Path(__file__).parent / "demo"
 PACKAGED_PREFIX = "demo:"

@@ -10,7 +10,8 @@ from typing import Any
 from logra_jax.errors import UserError
 from logra_jax.models.presets import check_preset
 from logra_jax.rl.tasks import is_mixture
-from logra_jax.settings import SETTINGS, Config, Setting
+from logra_jax.schema import SETTINGS, Setting
+from logra_jax.settings import Config
 
 # Two ways to say one thing.
 EXCLUSIVE = (("loss.micro_batch", "loss.token_budget"), ("optimizer.update_ratio", "optimizer.learning_rate"))

@@ -168,8 +168,9 @@ class Run(Evaluator):
         if rollout.engine == "vllm":
             shapes = {path: leaf.shape for path, leaf in leaves_with_paths(train)}
             width = self.prompts.tokens.shape[1]
-            interrupt = self._after_batch if distributed.alone() else lambda: None  # others would have to take part
-            self.engine = servers.make_engine(config, sampler, width, shapes, self._write, self.place, interrupt)
+            self.engine = servers.make_engine(
+                config, sampler, width, shapes, self._write, self.place, self._after_batch
+            )
         self.ahead = Ahead()
         on_mesh = self.model.replace(mesh=self.mesh)
         policy = Policy(on_mesh, self.vocab_size, rollout.temperature, self.prompts.tokens.shape[1])

@@ -55,21 +55,7 @@ def make_engine(
     Of several processes only one waits for servers, so that `interrupt`, which asks all, is not called. Raises
     UserError.
     """
-    make = partial(_engine, config, sampler, prompt_width, shapes)
-    return make(write, place, interrupt) if distributed.alone() else SharedEngine(make, write, place, sampler)
-
-
-def _engine(
-    config: Config,
-    sampler: Sampler,
-    prompt_width: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    write: Callable[[Any, Path], None],
-    place: Callable[[Any], Any],
-    interrupt: Callable[[], object] = lambda: None,
-) -> VllmEngine:
-    """The servers, as one process has them."""
-    settings = config.vllm
+    settings, alone = config.vllm, distributed.alone()
     folder = Path(settings.folder or Path(config.out, "sync"))
     each = settings.tensor_parallel
     gpus = settings.gpus.split(",") if settings.gpus is not None else []
@@ -86,18 +72,18 @@ def _engine(
             Server(
                 Path(str(settings.python)).expanduser(), weights, folder / f"server-{i}.log", options=options,
                 port=settings.port and settings.port + i, folder=folder,
-                start_seconds=settings.start_s, timeout=settings.timeout_s, interrupt=interrupt,
+                start_seconds=settings.start_s, timeout=settings.timeout_s,
+                interrupt=interrupt if alone else lambda: None,
                 variables={"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} if gpus else {},
             )
             for i in range(settings.servers)
         ]  # fmt: skip
 
-    return VllmEngine(
+    make = partial(
+        VllmEngine,
         sampler,
         prompt_width=prompt_width,
         answers=config.rollout.generations,
-        write=write,
-        place=place,
         folder=folder,
         table=name_table(sampler.model.config),
         shapes=shapes if build.sends_factors(config) else {},
@@ -105,3 +91,4 @@ def _engine(
         clients=[Client(url, timeout=settings.timeout_s, folder=folder) for url in settings.urls],
         start=start,
     )
+    return make(write=write, place=place) if alone else SharedEngine(make, write, place, sampler)

@@ -1,18 +1,15 @@
 """Every setting of a run: its type, default, allowed values and meaning.
 
-The classes below are the one truth: loading, checking, `--help` and the written `config.yaml` (all in
-`config.py`) are derived from them; rules between settings are in `rules.py`. None of it needs jax or a model: a mistake
-is reported within a second.
+The classes below are the one truth: the table of keys (`schema.py`), loading, checking, `--help` and the written
+`config.yaml` (all in `config.py`) are derived from them; rules between settings are in `rules.py`. None of it needs jax
+or a model: a mistake is reported within a second.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import typing
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 
 def _f(default: Any, help: str, within: str | None = None, only: str = "") -> Any:
@@ -405,47 +402,3 @@ class Config:
     log: Log = dataclasses.field(default_factory=Log)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
     processes: Processes = dataclasses.field(default_factory=Processes)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One leaf of the configuration: full key, type, default, help, allowed interval, where it has an effect."""
-
-    key: str
-    type: Any
-    default: Any
-    help: str
-    within: str | None
-    only: str
-
-    def of(self, config: Config) -> Any:
-        """Its value in a configuration."""
-        found: Any = config
-        for name in self.key.split("."):
-            found = getattr(found, f"{name}_" if name == "async" else name)
-        return found
-
-
-def key_of(field: dataclasses.Field[Any]) -> str:
-    """The name of a field in YAML."""
-    return field.name.rstrip("_")  # `async` is a keyword of Python, so its attribute is `async_`
-
-
-def _settings(section: type, prefix: str = "") -> Iterator[Setting]:
-    hints = typing.get_type_hints(section)
-    for field in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _settings(cast(type, hints[field.name]), f"{key_of(field)}.")
-        else:
-            yield Setting(prefix + key_of(field), hints[field.name], field.default, **field.metadata)
-
-
-SETTINGS: Mapping[str, Setting] = {setting.key: setting for setting in _settings(Config)}
-
-
-def lies_within(interval: str, value: float) -> bool:
-    """Whether a finite value lies in an interval written like "[0, 1)"."""
-    low, high = interval[1:-1].split(", ")
-    above = float(low) <= value if interval[0] == "[" else float(low) < value
-    below = value <= float(high) if interval[-1] == "]" else value < float(high)
-    return math.isfinite(value) and above and below

@@ -79,6 +79,14 @@ def members() -> Iterator[Callable[..., list[subprocess.Popen]]]:
         yield start
 
 
+@pytest.fixture(scope="module")
+def quick_programs() -> Iterator[None]:
+    """For modules in which most of the time goes into compiling."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def command_settings(small_run: Path, program_cache: Path, tmp_path: Path, monkeypatch) -> Iterator[list[str]]:
     """Settings of a tiny run, in an empty current directory; programs are compiled quickly, and once."""

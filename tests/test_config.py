@@ -19,7 +19,8 @@ from logra_jax.config import (
     to_yaml,
 )
 from logra_jax.errors import UserError
-from logra_jax.settings import Config, lies_within
+from logra_jax.schema import lies_within
+from logra_jax.settings import Config
 
 
 @pytest.fixture

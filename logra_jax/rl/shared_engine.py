@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from logra_jax import distributed
-from logra_jax._shapes import Array, Int
+from logra_jax._shapes import Array
 from logra_jax.errors import SharedError, UserError
 from logra_jax.mesh import fetch
 from logra_jax.rl.rollout import Rollout, Sampler
@@ -24,7 +24,7 @@ class SharedEngine:
     0 says so: their devices hold parts of them.
 
     Args:
-      make: make(write, place) makes the engine, on process 0.
+      make: make(write=..., place=...) makes the engine, on process 0.
       write: write(params, folder), called by all; the first one writes.
       place: puts rows, which all processes have then, on the devices.
       sampler: see `VllmEngine`.
@@ -35,7 +35,7 @@ class SharedEngine:
 
     def __init__(
         self,
-        make: Callable[[Callable[[Any, Path], None], Callable[[np.ndarray], Any]], VllmEngine],
+        make: Callable[..., VllmEngine],
         write: Callable[[Any, Path], None],
         place: Callable[[np.ndarray], jax.Array],
         sampler: Sampler,
@@ -45,7 +45,7 @@ class SharedEngine:
         self._engine: VllmEngine | None = None
 
         def begin() -> None:
-            self._engine = make(self._write_together, np.asarray)
+            self._engine = make(write=self._write_together, place=np.asarray)
 
         distributed.on_first(begin)
 
@@ -82,19 +82,11 @@ class SharedEngine:
         return self._let_first(lambda engine: engine.advance(version, factors, dense, **options)) or {}
 
     def generate(
-        self,
-        prompt_tokens: Int[np.ndarray, "b p"] | Int[Array, "b p"],
-        prompt_lengths: Int[np.ndarray, " b"] | Int[Array, " b"],
-        prompt_ids: Int[np.ndarray, " b"] | Int[Array, " b"],
-        n: int,
-        seed: int,
-        update: int,
-        limits: Int[np.ndarray, " n"] | Int[Array, " n"] | None = None,
+        self, prompt_tokens: Array, prompt_lengths: Array, prompt_ids: Array, n: int, *args: Any, **options: Any
     ) -> Rollout:
         """See `VllmEngine.generate`."""
         prompts = fetch((prompt_tokens, prompt_lengths, prompt_ids))
-        options: dict[str, Any] = {"n": n, "seed": seed, "update": update, "limits": limits}
-        found = self._let_first(lambda engine: engine.generate(*prompts, **options))
+        found = self._let_first(lambda engine: engine.generate(*prompts, n, *args, **options))
         rows, width, new = len(prompts[0]) * n, prompts[0].shape[1], self._sampler.max_new_tokens
         numbers = np.zeros(rows, np.int32)
         # Of the shapes that process 0 has.

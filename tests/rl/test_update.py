@@ -22,18 +22,12 @@ from logra_jax.rl.update import TrainState, make_update
 
 PROMPT, NEW, VOCAB, ROWS, RANK, SEED, TEMPERATURE = 5, 7, 30, 8, 4, 3, 0.8
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 
 @pytest.fixture(scope="module")
 def model():
     return CausalLM(TINY.replace(tie_word_embeddings=True), scan_unroll=1)  # compiles faster
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_programs():
-    """Most of the time here goes into compiling."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,7 @@ PROMPT, NEW, VOCAB, ROWS = 5, 7, 30, 8
 EVERYTHING = LossSettings("sequence", "sequence", clip_low=0.05, clip_high=0.05, importance_cap=1.2, reference_kl=0.3)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.fixture(scope="module")
