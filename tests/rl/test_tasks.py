@@ -196,3 +196,25 @@ def test_code_is_no_formula():
     for text in ("__import__", "f.x", "open('a', 'w')", "sympify('1')", "[i for i in x]", "lambda: 0", "exec(1)"):
         with pytest.raises(Refused):
             check_formula(text)
+    for text in ("import os", "1; 2", "x = 3", "if 1: 2", ""):
+        with pytest.raises(SyntaxError):  # also where they would be executed
+            check_formula(text)
+
+
+def test_no_depth_is_compiled_that_cannot_be_looked_at():
+    """In a process of its own, as the hook stays. Of some 3,000 signs, the compiler takes a few more than the parser."""
+    code = """if True:
+        import sys
+        from logra_jax.rl.verifier import _Guard
+        guard, called = _Guard(), []
+        sys.addaudithook(guard)
+        for depth in range(2800, 3100):
+            guard.active = True
+            try:
+                eval("-" * depth + "call()", {"call": lambda: called.append(depth) or 1})
+            except (OSError, RecursionError, MemoryError):
+                pass
+            guard.active = False
+        print(called)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
