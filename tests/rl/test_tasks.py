@@ -63,6 +63,10 @@ def write(folder, text):
         ("tasks: {a: {}}", "train must be .* found None"),
         ("train: 4\ntasks: {}", "tasks is empty"),
         ("train: 4\n", "tasks: expected"),
+        ("train: 4\ntasks: {a: {}, b: {}, a: {weight: 2}}", "mixture.yaml: a is there twice"),
+        ("train: 4\ntasks: {a: {}, b: {difficulty: {n: 1, n: 2}}}", "mixture.yaml: n is there twice"),
+        ("train: 4\nheld_out: 1\ntasks: {a: {}, b: {}}", "held_out=1 leaves no question for b"),
+        ("train: 4\ntasks: {a: {}, b: {weight: 1.0e-9}}", "train=4 leaves no question for b"),
         ("- a\n", "expected"),
         ("a: [", "cannot be read as YAML"),
     ],
@@ -128,6 +132,17 @@ def test_rows_are_a_mixture_without_repetitions(mixture):
 
 
 @needs_gym
+def test_names_of_one_task_share_no_question():
+    """Of the 100 sums of two digits, one name takes 30 and the other 50."""
+    easy = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    tasks = [(Task(name, "chain_sum", 1.0, easy), n) for name, n in (("a", 10), ("b", 20))]
+    found = _draw([(task, 0, {"held_out": n, "train": 2 * n}) for task, n in tasks], "here")
+    questions = [row["prompt"] for part in ("held_out", "train") for row in found[part]]
+    assert len(set(questions)) == len(questions) == 90
+    assert Counter(row["task"] for row in found["train"]) == {"a": 20, "b": 40}
+
+
+@needs_gym
 def test_questions_do_not_depend_on_the_process(mixture):
     """word_ladder draws from a set of words, whose order changes with the hash seed of a process."""
     code = f"from logra_jax.rl import tasks; print([r['entry'] for r in tasks.make_rows({str(mixture)!r}, held_out=0)])"
@@ -139,7 +154,8 @@ def test_questions_do_not_depend_on_the_process(mixture):
 @needs_gym
 def test_a_task_whose_verifier_takes_anything_is_refused():
     task = Task("halting", "game_of_life_halting", 1.0, {})
-    assert "here: only 0 of 1 different held_out questions" in _draw(task, 0, 1, 1, "here")
+    found = _draw([(task, 0, {"held_out": 1, "train": 1})], "there")
+    assert "there: tasks: halting: only 0 of 1 different held_out questions" in found
 
 
 @needs_gym
@@ -202,7 +218,7 @@ def test_code_is_no_formula():
 
 
 def test_no_depth_is_compiled_that_cannot_be_looked_at():
-    """In a process of its own, as the hook stays. Of some 3,000 signs, the compiler takes a few more than the parser."""
+    """In a process of its own, as the hook stays. Of some 3,000 signs the compiler takes a few more than the parser."""
     code = """if True:
         import sys
         from logra_jax.rl.verifier import _Guard
