@@ -92,6 +92,14 @@ def test_difference_in_pooled_deviations(study):
     assert study.against(mine, theirs[:1]) == ""
 
 
+def test_held_out_accuracy_is_the_mean_of_tasks_where_there_are_any(long_run):
+    rows = [{"step": 0, "eval/accuracy": 0.5, "eval/updates": 0}, {"step": 1, "eval/accuracy": 0.75, "eval/updates": 2}]
+    run = long_run.Finished(Path(), load_config(None), rows)
+    assert long_run.held_out_accuracy(run) == {0: 0.5, 2: 0.75}
+    rows[1]["eval/macro_accuracy"] = 0.625
+    assert long_run.held_out_accuracy(run) == {2: 0.625}
+
+
 def test_deepest_fall_is_between_windows(long_run):
     assert long_run.deepest_fall([i / 100 for i in range(100)]) == 0
     # a single bad update weighs a fiftieth; a bad window counts also where a worse start lies before it
