@@ -1,6 +1,7 @@
 """Mixtures of Reasoning-Gym tasks: what is refused, what is made, who verifies, and what a verifier may not do."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -215,6 +216,38 @@ def test_code_is_no_formula():
     for text in ("import os", "1; 2", "x = 3", "if 1: 2", ""):
         with pytest.raises(SyntaxError):  # also where they would be executed
             check_formula(text)
+
+
+def test_a_verifier_may_read_and_import_but_write_and_start_nothing(tmp_path):
+    """What the second barrier stops, should an answer get past the first one."""
+    code = f"""if True:
+        import json, os, shutil, socket, subprocess, sys
+        from logra_jax.rl.verifier import Refused, _Guard
+        guard, folder = _Guard(), {str(tmp_path)!r}
+        sys.addaudithook(guard)
+        tries = dict(
+            write=lambda: open(folder + "/a", "w"), append=lambda: open(folder + "/a", "ab"),
+            create=lambda: os.open(folder + "/a", os.O_WRONLY | os.O_CREAT), system=lambda: os.system("true"),
+            start=lambda: subprocess.run(["true"]), delete=lambda: os.remove(folder + "/b"),
+            tree=lambda: shutil.rmtree(folder), socket=lambda: socket.create_connection(("127.0.0.1", 9)),
+            read=lambda: open(folder + "/b").read(), look=lambda: os.listdir(folder),
+            load=lambda: __import__("colorsys"),
+        )
+        open(folder + "/b", "w").close()
+        refused = []
+        for name, attempt in tries.items():
+            guard.active = True
+            try:
+                attempt()
+            except Refused:
+                refused.append(name)
+            finally:
+                guard.active = False
+        print(json.dumps(refused))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    wanted = ["write", "append", "create", "system", "start", "delete", "tree", "socket"]
+    assert json.loads(done.stdout) == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_no_depth_is_compiled_that_cannot_be_looked_at():
