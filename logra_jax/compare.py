@@ -42,6 +42,12 @@ class Finished:
         """Updates done."""
         return self.rows[-1]["step"] + 1
 
+    @property
+    def answers(self) -> int:
+        """Answers drawn for these updates, those that dynamic sampling left out included."""
+        rollout, batches = self.config.rollout, self.rows[:: self.config.loss.updates_per_batch]
+        return sum(row.get("rollout/prompts", rollout.prompts) for row in batches) * rollout.generations
+
     def figures(self, more: Sequence[str]) -> dict[str, float]:
         """The numbers of the table by name; those that the run does not have are left out. more: last values."""
         found: dict[str, float] = {}
@@ -124,9 +130,9 @@ def doubts(groups: Mapping[str, Sequence[Finished]]) -> list[str]:
     for key in ("data.eval", "eval.temperature", "eval.max_prompts"):
         if len({SETTINGS[key].of(run.config) for run in everything}) > 1:
             found.append(f"{key} differs: accuracies cannot be compared")
-    rollouts = {run.updates // run.config.loss.updates_per_batch * run.config.rollout.rows for run in everything}
-    if len(rollouts) > 1:
-        found.append(f"runs have seen from {min(rollouts):,} to {max(rollouts):,} answers")
+    answers = {run.answers for run in everything}
+    if len(answers) > 1:
+        found.append(f"runs have seen from {min(answers):,} to {max(answers):,} answers")
     return found
 
 
@@ -179,7 +185,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if asked.out:
-        asked.out.mkdir(parents=True, exist_ok=True)
+        try:
+            asked.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {asked.out} cannot be made: {error}") from error
         foot = "".join(f"\n- {note}" for note in notes)
         (asked.out / "compare.md").write_text(f"{text}\n{foot}\n" if notes else f"{text}\n", encoding="utf-8")
         numbers = {

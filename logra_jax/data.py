@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from typing import Any
 from logra_jax import cli
 from logra_jax.errors import UserError
 from logra_jax.rl.layouts import Columns, Question, Unusable, choose, normal
-from logra_jax.rl.prompts import read_rows
+from logra_jax.rl.prompts import parse, read_rows
 from logra_jax.rl.reward import INTEGER, make_reward
 from logra_jax.rl.tasks import is_mixture
 
@@ -78,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found.held_out is not None and not 0 < found.held_out < 1:
         raise UserError(f"--held-out must be a fraction between 0 and 1, found {found.held_out}")
     columns = Columns(found.prompt_column, found.answer_column, found.id_column, found.extract)
-    wants = (found.layout, columns)
-    train = read(found.sources, *wants, found.subset, found.split)
+    layout = found.layout if columns == Columns() else "plain"  # naming columns is asking for it
+    _refuse_idle(found, layout)
+    train = read(found.sources, layout, columns, found.subset, found.split)
     test = read([found.test], None, columns, found.subset, None) if found.test else Side()
     others = read(found.subtract, None, columns, found.subset, None).kept if found.subtract else {}
     for side in (train, test):
@@ -90,11 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     subtract(train, others, "in a subtracted file")
     subtract(test, others, "in a subtracted file") if found.test else None
     if found.held_out is not None:
-        test = split(train, found.held_out, found.seed)
+        test = split(train, found.held_out, found.seed or 0)
     report = make_report(train, test)
     if not train.kept:
         raise UserError(f"no question is left: {describe(report)}")
-    sides = {TRAIN: to_rows(train), **({HELD_OUT: to_rows(test)} if found.test or found.held_out else {})}
+    names = short_names(kept.file for side in (train, test) for kept in side.kept.values())
+    sides = {TRAIN: to_rows(train, names)} | ({HELD_OUT: to_rows(test, names)} if found.test or found.held_out else {})
     check_ids(sides)
     if any(not rows for rows in sides.values()):
         raise UserError(f"no question is held out: {describe(report)}")
@@ -121,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--subset", help="folder or hub: take the files in folders of this name (main)")
     add("--split", help="folder or hub: take the files whose name, or folder, begins so (train)")
     add("--held-out", type=float, metavar="FRACTION", help="hold out this share, chosen by a hash of the question")
-    add("--seed", type=int, default=0, help="of that choice")
+    add("--seed", type=int, help="of that choice (default: 0)")
     add("--test", metavar="SOURCE", help="hold out this file instead; its questions leave the sources")
     add("--subtract", action="append", metavar="SOURCE", help="questions to take out of everything; may be repeated")
     add(
@@ -131,6 +134,17 @@ def _parser() -> argparse.ArgumentParser:
         help="answers that reward.kind=math cannot read: drop them (default), refuse the file, or do not look",
     )
     return parser
+
+
+def _refuse_idle(found: argparse.Namespace, layout: str | None) -> None:
+    """Raises UserError for options that would do nothing."""
+    if found.layout not in (None, layout):
+        raise UserError(f"--layout {found.layout} knows its columns: leave --*-column and --extract out")
+    if found.seed is not None and found.held_out is None:
+        raise UserError("--seed is of --held-out, which is not given: leave it out")
+    for option in ("subset", "split"):
+        if getattr(found, option) is not None and all(Path(source).expanduser().is_file() for source in found.sources):
+            raise UserError(f"--{option} chooses among the files of a folder, and files are named: leave it out")
 
 
 def find_files(source: str, subset: str | None, split: str | None) -> list[Path]:
@@ -158,7 +172,8 @@ def find_files(source: str, subset: str | None, split: str | None) -> list[Path]
         ("split", split, {m[0] for r in inside.values() if (m := re.match(r"train|test|validation|dev", r.name))}),
     ):
         if given is None and len(names) > 1:
-            raise UserError(f"{source}: holds {', '.join(sorted(names))}: choose one by --{option}")
+            held = ", ".join(sorted(names))
+            raise UserError(f"{source}: holds {held}: choose one by --{option}, or name its files")
     return list(inside)
 
 
@@ -219,8 +234,8 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{file}: a mixture of tasks needs no conversion: give it to data.train as it is")
     if file.suffix.lower() == ".json":
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
+            found = parse(str(file), file.read_text(encoding="utf-8-sig"))
+        except (UserError, UnicodeDecodeError):
             found = None
         if found is not None:
             rows = found if isinstance(found, list) else [found]
@@ -281,14 +296,22 @@ def split(side: Side, fraction: float, seed: int) -> Side:
     return held_out
 
 
-def to_rows(side: Side) -> list[dict[str, Any]]:
-    """What the trainer reads. A question without an id of its own is named by its file and row."""
+def short_names(files: Iterable[str]) -> dict[str, str]:
+    """The shortest ends of paths that tell files apart: a name, of .json files (MATH) with two folders, or more."""
+    parts = {file: Path(file).parts for file in files}
+
+    def cut(more: int) -> dict[str, str]:
+        return {file: "/".join(p[-(3 if file.endswith(".json") else 1) - more :]) for file, p in parts.items()}
+
+    return next(names for names in map(cut, itertools.count()) if len(set(names.values())) == len(names))
+
+
+def to_rows(side: Side, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What the trainer reads. A question without an id of its own is named by its file, as in `names`, and row."""
     rows = []
     for kept in side.kept.values():
         question = kept.question
-        id_ = question.id if question.id is not None else f"{Path(kept.file).name}:{kept.row}"
-        if question.id is None and kept.file.endswith(".json"):
-            id_ = f"{'/'.join(Path(kept.file).parts[-3:])}:{kept.row}"  # MATH: every folder has a 1.json
+        id_ = question.id if question.id is not None else f"{names[kept.file]}:{kept.row}"
         rows.append({"prompt": question.prompt, "answer": question.answer, "id": id_, **question.more})
     return rows
 

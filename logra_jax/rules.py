@@ -33,6 +33,12 @@ def check(config: Config) -> None:
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollout.max_new_tokens="
             f"{rollout.max_new_tokens}: lower it"
         )
+    if config.reward.overlong_tokens and config.advantage.failure_reward is not None:
+        raise UserError(
+            f"reward.overlong_tokens={config.reward.overlong_tokens} cannot go with advantage.failure_reward="
+            f"{config.advantage.failure_reward}, for which a right answer that loses any of its reward is a failure: "
+            "leave one of them out"
+        )
     if loss.micro_batch and rollout.rows % loss.micro_batch:
         raise UserError(
             f"loss.micro_batch={loss.micro_batch} does not divide the {rollout.rows} answers of an update "

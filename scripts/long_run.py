@@ -118,6 +118,11 @@ def task_names(run: Finished) -> list[str]:
     return sorted({key.removeprefix(TASK) for row in run.rows for key in row if key.startswith(TASK)})
 
 
+def held_out_accuracy(run: Finished) -> dict[float, float]:
+    """By the number of updates before it: the mean over tasks, where there are any."""
+    return run.curve("eval/macro_accuracy") or run.curve("eval/accuracy")
+
+
 def deepest_fall(rewards: Sequence[float]) -> float:
     """How far a mean of WINDOW rewards lies below the highest earlier one, at most."""
     means = [statistics.fmean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1)]
@@ -137,7 +142,7 @@ def percentiles(values: Sequence[float]) -> list[float]:
 def judge(out: Path, compare: int, kills: Sequence[int]) -> tuple[dict[str, Any], dict[str, bool]]:
     """The figures, and the verdict by item."""
     long, short = read_run(out), read_run(out.with_name(out.name + "-unbroken"))
-    accuracy = list(long.curve("eval/macro_accuracy").values())
+    accuracy = list(held_out_accuracy(long).values())
     rewards = list(long.curve("reward/mean").values())
     predicted, budget, realized = (long.curve(f"kl/{name}") for name in ("predicted", "budget", "realized"))
     ratio = percentiles([realized[x] / predicted[x] for x in realized if predicted.get(x)])
@@ -183,7 +188,7 @@ def draw(run: Finished, kills: Sequence[int], picture: Path) -> None:
     left.set_title("reward of the sampled answers", fontsize=10)
     for name in task_names(run):
         middle.plot(*zip(*run.curve(TASK + name).items(), strict=True), "o-", ms=2, lw=0.8, label=name)
-    middle.plot(*zip(*run.curve("eval/macro_accuracy").items(), strict=True), "k-", lw=2, label="mean")
+    middle.plot(*zip(*held_out_accuracy(run).items(), strict=True), "k-", lw=2, label="mean")
     middle.set_title("held-out accuracy", fontsize=10)
     for name, style in (("realized", "."), ("predicted", "-"), ("budget", "k--")):
         curve = run.curve(f"kl/{name}")

@@ -75,6 +75,15 @@ def test_what_makes_runs_hard_to_compare_is_said(write, capsys):
     assert first[:5] == ["prompts=32, max_prompts=None", "2", "2-3", "0.250 ± 0.000", "0.625 ± 0.177"]
 
 
+def test_answers_that_dynamic_sampling_left_out_were_seen(write, capsys):
+    runs = [write("a"), write("b", "rollout.dynamic_sampling=2")]
+    file = Path(runs[1], "metrics.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row | {"rollout/prompts": 32 * (1 + i)}) + "\n" for i, row in enumerate(rows)))
+    main(runs)
+    assert "note: runs have seen from 768 to 1,536 answers\n" in capsys.readouterr().err  # 8 to each of 96 and 192
+
+
 def test_a_figure_that_some_runs_lack(write, capsys):
     runs = [write("a", "seed=0"), write("b", "seed=1", done=1)]
     main(runs)
@@ -89,6 +98,7 @@ def test_a_figure_that_some_runs_lack(write, capsys):
         (["{a}", "{tmp}"], "no folder of a run: it has no config.yaml"),
         (["{a}", "{a}/."], "is named more than once"),
         (["{a}", "{empty}"], "its metrics.jsonl has no rows"),
+        (["{a}", "--out", "{a}/config.yaml"], "config.yaml cannot be made"),
         (["{a}", "--metric", "eval/acuracy"], "no run has it; there are eval/accuracy, eval/updates, kl/predicted"),
     ],
 )

@@ -1,6 +1,7 @@
 """The data command on small files in the published layouts: what it reads, keeps, drops, refuses, and says."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -140,12 +141,15 @@ def test_extraction_and_normal_text():
     assert in_last_box(r"\boxed{1}, \boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert in_last_box(r"\boxed7") == "7"
     assert in_last_box(r"\boxed 12.") == "12"
-    with pytest.raises(Unusable):
-        in_last_box(r"\boxed{1")
+    assert in_last_box(r"$\boxed 3$ so $\boxed 4 $.") == "4"
+    for text in (r"\boxed{1", r"\boxed{3} so \boxed\frac{1}{2}", r"$\boxed 12.5$", r"$\boxed 5\pi$", r"\boxed 1,218"):
+        with pytest.raises(Unusable):
+            in_last_box(text)
     assert normal("What  is\n$x$?") == normal("what is x")
     assert normal(r"\left( \dfrac12 \right)") == normal(r"(\frac12)")
     assert normal(r"a \rightarrow b") != normal("a b")
     assert normal("x+1") != normal("x-1")
+    assert normal("Find 5!") != normal("Find 5") == normal("Find 5?")
     assert normal([{"role": "user", "content": "A b"}]) == normal("a B")
 
 
@@ -243,6 +247,51 @@ def test_ids_that_name_two_questions():
     assert "'x' names two different questions, in train.jsonl" in refused("a.jsonl", "b.jsonl")
 
 
+def test_files_of_one_name_are_told_apart_by_their_folders():
+    row = {"prompt": "?", "answer": "1"}
+    for file in ("a/train/x.jsonl", "b/train/x.jsonl", "y.jsonl"):
+        lines(file, row | {"prompt": file})
+    train, held_out, _ = run("a/train/x.jsonl", "y.jsonl", "--test", "b/train/x.jsonl")
+    assert [r["id"] for r in train + held_out] == ["a/train/x.jsonl:1", "y.jsonl:1", "b/train/x.jsonl:1"]
+
+
+def test_named_columns_are_those_of_the_sources_first():
+    """A subtracted file may have a published layout; the sources may not."""
+    lines("mine.jsonl", {"q": "a", "gold": "1"}, {"q": "b", "gold": "2"})
+    lines("math.jsonl", {"problem": "B", "answer": "2"})
+    argv = ["--prompt-column", "q", "--answer-column", "gold"]
+    train, *_ = run("mine.jsonl", *argv, "--subtract", "math.jsonl")
+    assert [r["prompt"] for r in train] == ["a"]
+    os.rename("out", "before")
+    assert "not of the layout plain (q, gold)" in refused("math.jsonl", *argv)
+    both = {"problem": "of the layout", "answer": "1", "q": "of the columns", "gold": "2"}
+    assert run(lines("both.jsonl", both), *argv)[0][0]["prompt"] == "of the columns"
+
+
+def test_what_is_no_question_or_answer_is_not_kept():
+    lines(
+        "a.jsonl",
+        *plain(("fine", 18), (" ", 1), (["text"], 1), ([], 1), ("nan", math.nan), ("inf", math.inf), ("list", ["1"])),
+    )
+    train, _, report = run("a.jsonl", "--bad-gold", "keep")
+    assert [(r["prompt"], r["answer"]) for r in train] == [("fine", "18")]
+    assert report["train"]["dropped"] == {
+        "no text or messages in column prompt": 3, "no text or number in column answer": 3,
+    }  # fmt: skip
+    os.rename("out", "before")
+    lines("dapo.jsonl", {"prompt": "a", "reward_model": {"ground_truth": ["34"]}}, {"prompt": "b", "solution": "2"})
+    assert [r["answer"] for r in run("dapo.jsonl")[0]] == ["2"]
+
+
+def test_half_a_character_is_refused_with_its_place(here):
+    fine = r'{"prompt": "\ud83d\ude00", "answer": "1"}'
+    for text in (r"\ud83d", r"\uDE00 \u00e9"):
+        (here / "a.jsonl").write_text(f'{fine}\n{{"prompt": "{text}", "answer": "1"}}')
+        assert "a.jsonl: line 2: not usable JSON" in refused("a.jsonl", "--held-out", "0.5")
+    (here / "a.json").write_text(f"\ufeff[\n{fine}]", encoding="utf-8")  # a BOM is fine
+    assert [r["prompt"] for r in run("a.json")[0]] == ["\U0001f600"]
+
+
 def test_folders_as_the_hub_lays_them_out():
     row = {"question": "a", "answer": "#### 1"}
     for subset in ("main", "socratic"):
@@ -273,6 +322,10 @@ def test_what_is_refused_before_anything_is_written(here):
     assert "no such file or folder" in refused("absent.jsonl")
     assert "give one of them" in refused("a.jsonl", "--held-out", "0.5", "--test", "a.jsonl")
     assert "between 0 and 1" in refused("a.jsonl", "--held-out", "1.5")
+    assert "--seed is of --held-out" in refused("a.jsonl", "--seed", "1")
+    assert "--split chooses among the files of a folder" in refused("a.jsonl", "--split", "train")
+    assert "--subset chooses" in refused("a.jsonl", "--subset", "main")
+    assert "--layout math knows its columns" in refused("a.jsonl", "--layout", "math", "--id-column", "id")
     assert "no question is held out" in refused("a.jsonl", "--held-out", "0.000001")
     assert "no question is left" in refused("a.jsonl", "--subtract", "a.jsonl")
     (here / "broken.jsonl").write_text('{"prompt": "a", "answer": "1"}\n{"prompt": \n')

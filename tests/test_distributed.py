@@ -157,6 +157,9 @@ def everything():
                 raise UserError("no such function")
             return [float(len(c)) or math.nan for c in completions], RewardCounts(), "empty"
 
+        def unusable(self, columns):
+            return {i: f"{text} of {me}" for i, text in enumerate(columns["a"]) if text.startswith("bad")}
+
     def grade(*texts):
         prompts = [f"p{i}" for i in range(len(texts))]
         return SharedGrader(Length()).grade(prompts, texts, {"a": prompts}).tolist()
@@ -182,6 +185,7 @@ def everything():
         "one": grade("a"),
         "none": raised(grade, "", ""),
         "bad": raised(grade, "a", "bad"),
+        "unusable": sorted(SharedGrader(Length()).unusable({"a": ["a", "bad 1", "c", "bad 3", "e"]}).items()),
     }
     try:
         make_mesh(1, 1)
@@ -232,6 +236,10 @@ def test_what_processes_say_to_each_other_and_how_they_end(members, tmp_path):
             "one": [1.0],
             "none": "every reward failed (2 rows): empty",
             "bad": ["process 1 failed; see what it has written", "no such function"][number],
+            "unusable": [
+                [[1, "bad 1 of 0"], [3, "see the other processes"]],
+                [[1, "see the other processes"], [3, "bad 3 of 1"]],
+            ][number],
             "mesh": "mesh fsdp=1 x tensor=1 leaves devices idle, but 2 processes have 2 together and all have to "
             "take part: choose sizes whose product is 2",
         }

@@ -8,6 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from logra_jax.config import load_config
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -27,6 +29,13 @@ def test_the_optax_example_trains_in_25_lines():
     # Four classes start at log 4 = 1.386.
     assert losses[0] == pytest.approx(1.386, abs=1e-3)
     assert losses[-1] < 0.25 * losses[0]
+
+
+def test_settings_of_methods_go_together():
+    rows = re.findall(r"^\| [^|]*\(\d{4}\.\d{5}\) \| `([^`]*)`", README, re.M)
+    assert len(rows) == 5
+    for row in rows:
+        load_config(None, row.split())
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.\w+", README))))

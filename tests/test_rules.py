@@ -27,6 +27,10 @@ VLLM = ["rollout.engine=vllm", "vllm.urls=[http://127.0.0.1:1]"]
 TOGETHER = [
     (["rollout.generations=1"], ["rollout.generations=1", "advantage.estimator=grpo", "running_baseline"]),
     (["rollout.generations=1", "advantage.estimator=leave_one_out"], ["generations", "leave_one_out"]),
+    (
+        ["reward.overlong_tokens=9", "advantage.estimator=running_baseline", "advantage.failure_reward=-.01"],
+        ["reward.overlong_tokens=9", "advantage.failure_reward=-0.01"],
+    ),
     (["loss.micro_batch=48"], ["loss.micro_batch=48", "128 answers", "rollout.prompts=16"]),
     (["loss.micro_batch=256"], ["loss.micro_batch=256", "128 answers"]),
     (["loss.token_budget=4096", "loss.micro_batch=8"], ["loss.token_budget=4096 and loss.micro_batch=8 exclude"]),

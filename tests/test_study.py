@@ -4,6 +4,7 @@ import json
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from logra_jax.config import load_config, to_yaml
@@ -92,11 +93,64 @@ def test_difference_in_pooled_deviations(study):
     assert study.against(mine, theirs[:1]) == ""
 
 
+def test_held_out_accuracy_is_the_mean_of_tasks_where_there_are_any(long_run):
+    rows = [{"step": 0, "eval/accuracy": 0.5, "eval/updates": 0}, {"step": 1, "eval/accuracy": 0.75, "eval/updates": 2}]
+    run = long_run.Finished(Path(), load_config(None), rows)
+    assert long_run.held_out_accuracy(run) == {0: 0.5, 2: 0.75}
+    rows[1]["eval/macro_accuracy"] = 0.625
+    assert long_run.held_out_accuracy(run) == {2: 0.625}
+
+
 def test_deepest_fall_is_between_windows(long_run):
     assert long_run.deepest_fall([i / 100 for i in range(100)]) == 0
     # a single bad update weighs a fiftieth; a bad window counts also where a worse start lies before it
     rewards = [0.1] * 60 + [0.8] * 80 + [0.0] + [0.8] * 60 + [0.5] * 50 + [0.7] * 50
     assert long_run.deepest_fall(rewards) == pytest.approx(0.3)
+
+
+def test_the_verdict(long_run, monkeypatch, tmp_path):
+    """A run of 60 updates and an unbroken one of its first 10; then with what each item of the verdict is there for."""
+    arrays = {name: {"a": np.ones(2, np.float32), "b": np.zeros(3)} for name in ("long-10", "10")}
+    monkeypatch.setattr("logra_jax.checkpoint.read_arrays", lambda folder, prefix: arrays[folder.name])
+    kl = ("kl/realized", "kl/predicted", "kl/budget")
+
+    def judge(change=lambda rows: None, steps=60):
+        for name, count in (("long", 60), ("long-unbroken", 10)):
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            (folder / "config.yaml").write_text(to_yaml(load_config(None, [f"steps={steps}"])))
+            rows = [{"step": i, "reward/mean": i / 100, **dict.fromkeys(kl, 1e-4)} for i in range(count)]
+            rows = [row | {f"time/{part}_s": len(name) for part in ("rollout", "reward", "update")} for row in rows]
+            rows[0] |= {"eval/accuracy": 0.25, "eval/updates": 0}
+            rows[-1] |= {"eval/accuracy": 0.5, "eval/updates": count} if name == "long" else {}
+            if name == "long":
+                change(rows)
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return long_run.judge(tmp_path / "long", 10, [3])
+
+    found, verdict = judge()
+    assert all(verdict.values())
+    assert found["accuracy"] == [0.25, 0.5]
+    assert found["sampled reward, first and last 50"] == pytest.approx([0.245, 0.345])
+    assert found["bits"] == {"updates": 10, "arrays": 2, "other metrics": [], "other arrays": []}
+
+    def no(**arguments):
+        return [name for name, yes in judge(**arguments)[1].items() if not yes]
+
+    def later(key, value):
+        return lambda rows: [row.update({key: value}) for row in rows[10:]]
+
+    assert no(steps=61) == ["all updates"]
+    assert no(change=lambda rows: rows[-1].update({"eval/accuracy": 0.25})) == ["accuracy rises"]
+    assert no(change=later("reward/mean", 0.0)) == ["reward rises"]
+    assert no(change=later("kl/realized", 1.3e-4)) == ["KL as predicted"]
+    assert no(change=later("kl/realized", 0.7e-4)) == ["KL as predicted"]
+    assert no(change=lambda rows: rows[9].update({"loss": 1.0})) == ["same bits"]
+    assert no(change=lambda rows: rows[10].update({"loss": 1.0})) == []
+    arrays["10"] = {"a": np.ones(2, np.float32), "b": -np.zeros(3)}  # equal, and not the same bits
+    found, verdict = judge()
+    assert not verdict["same bits"]
+    assert found["bits"]["other arrays"] == ["b"]
 
 
 def test_moments_to_kill_follow_from_the_seed(long_run):

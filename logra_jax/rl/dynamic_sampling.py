@@ -14,8 +14,9 @@ from logra_jax.rl.rollout import Rollout
 def fill_groups(draw: Callable[[int], Drawn], more: int, place: Callable[[np.ndarray], Any]) -> Drawn:
     """A batch whose groups all have different rewards, as far as `more` further batches of prompts allow.
 
-    Groups keep the order in which they were drawn; those beyond a batch are lost. Where too few are found, groups of
-    the first batch that teach nothing fill it up.
+    Groups keep the order in which they were drawn; those beyond a batch are lost, and so are prompts that come again
+    after the end of an epoch: their answers would be the same. Where too few are found, groups of the first batch that
+    teach nothing fill it up.
 
     Args:
       draw: draw(i) draws and grades batch number i; all batches are of one size.
@@ -25,13 +26,14 @@ def fill_groups(draw: Callable[[int], Drawn], more: int, place: Callable[[np.nda
     batches = [draw(0)]
     teaches = [informative(batches[0].rewards)]
     while sum(map(np.sum, teaches)) < len(teaches[0]) and len(batches) <= more:
+        before = np.concatenate([batch.rows for batch in batches])
         batches.append(draw(len(batches)))
-        teaches.append(informative(batches[-1].rewards))
+        teaches.append(informative(batches[-1].rewards) & ~np.isin(batches[-1].rows, before))
     if len(batches) == 1:
         return batches[0]
     groups, n = batches[0].rewards.shape
     found = [(b, g) for b, mask in enumerate(teaches) for g in np.flatnonzero(mask)]
-    chosen = sorted(found[:groups]) + [(0, g) for g in np.flatnonzero(~teaches[0])][: max(groups - len(found), 0)]
+    chosen = found[:groups] + [(0, g) for g in np.flatnonzero(~teaches[0])][: max(groups - len(found), 0)]
     rollouts = [fetch(batch.rollout) for batch in batches]
 
     def picked(name: str) -> Any:

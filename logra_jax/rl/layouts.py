@@ -6,6 +6,7 @@ dapo    prompt: a list of messages (or a text), reward_model.ground_truth (or so
 plain   any columns, by their names; `reward_model.ground_truth` reaches into a column
 """
 
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
@@ -47,9 +48,19 @@ class Columns:
 
 def _prompt(row: Mapping[str, Any], name: str) -> Any:
     found = look_up(row, name)
-    if not found or not isinstance(found, str | list):
+    found = found.strip() if isinstance(found, str) else found
+    messages = isinstance(found, list) and all(isinstance(part, dict) and part.get("content") for part in found)
+    if not found or not (isinstance(found, str) or messages):
         raise Unusable(f"no text or messages in column {name}")
-    return found.strip() if isinstance(found, str) else found
+    return found
+
+
+def _answer(row: Mapping[str, Any], *names: str) -> str:
+    """The first of these columns that is there: a text, or a number as its text."""
+    found = next((value for name in names if (value := look_up(row, name)) is not None), None)
+    if isinstance(found, bool | list | dict | None) or (isinstance(found, float) and not math.isfinite(found)):
+        raise Unusable(f"no text or number in column {' or '.join(names)}")
+    return str(found)
 
 
 def _gsm8k(row: Mapping[str, Any]) -> Question:
@@ -57,8 +68,7 @@ def _gsm8k(row: Mapping[str, Any]) -> Question:
 
 
 def _math(row: Mapping[str, Any]) -> Question:
-    answer = row.get("answer")
-    answer = in_last_box(row.get("solution")) if answer in (None, "") else str(answer)
+    answer = in_last_box(row.get("solution")) if row.get("answer") in (None, "") else _answer(row, "answer")
     more = {"level": row.get("level"), "subject": row.get("subject", row.get("type"))}
     return Question(_prompt(row, "problem"), answer, _id(row.get("unique_id")), _present(more))
 
@@ -69,22 +79,17 @@ def _dapo(row: Mapping[str, Any]) -> Question:
         prompt = prompt[0].get("content")
     if isinstance(prompt, str):
         prompt = _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", prompt, count=1)).strip()
-    answer = look_up(row, "reward_model.ground_truth")
-    answer = look_up(row, "solution") if answer is None else answer
-    if answer is None:
-        raise Unusable("no answer in reward_model.ground_truth or solution")
-    return Question(prompt, str(answer), _id(look_up(row, "extra_info.index")), {})
+    answer = _answer(row, "reward_model.ground_truth", "solution")
+    return Question(prompt, answer, _id(look_up(row, "extra_info.index")), {})
 
 
 def _plain(columns: Columns) -> Callable[[Mapping[str, Any]], Question]:
     take = {"none": lambda value: value, "hash": after_hashes, "boxed": in_last_box}[columns.extract]
 
     def convert(row: Mapping[str, Any]) -> Question:
-        answer = look_up(row, columns.answer)
-        if answer is None or isinstance(answer, bool | list | dict):
-            raise Unusable(f"no text or number in column {columns.answer}")
+        answer = _answer(row, columns.answer)
         id_ = None if columns.id is None else _id(look_up(row, columns.id))
-        return Question(_prompt(row, columns.prompt), str(take(answer)), id_, {})
+        return Question(_prompt(row, columns.prompt), take(answer), id_, {})
 
     return convert
 
@@ -99,7 +104,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Question
 def choose(
     place: str, found: Iterable[str], wanted: str | None, columns: Columns
 ) -> tuple[str, Callable[[Mapping[str, Any]], Question]]:
-    """Name and converter of a file's layout: the wanted one, else the one that its columns fit.
+    """Name and converter of a file's layout: the wanted one, else the one that its columns fit, first those named.
 
     Raises UserError, with the columns found and the layout that fits, if there is none, or another one.
     """
@@ -107,10 +112,8 @@ def choose(
     needs = {name: need for name, (need, _) in LAYOUTS.items()}
     needs["plain"] = (columns.prompt.split(".")[0], columns.answer.split(".")[0])
     fitting = [name for name, need in needs.items() if all(set(part.split("|")) & set(found) for part in need)]
-    if wanted is None and columns != Columns():
-        wanted = "plain"  # naming columns is asking for it
     if wanted in fitting or (wanted is None and fitting):
-        name = wanted or fitting[0]
+        name = wanted or (fitting[-1] if columns != Columns() else fitting[0])
         return name, _plain(columns) if name == "plain" else LAYOUTS[name][1]
     missing = f"is not of the layout {wanted} ({', '.join(needs[wanted])})" if wanted else "is of no known layout"
     fits = f"that of {' and '.join(fitting)}: leave --layout out" if fitting else (
@@ -138,9 +141,9 @@ def after_hashes(text: Any) -> str:
 def in_last_box(text: Any) -> str:
     r"""The content of the last \boxed{}, or \fbox{}, or of a \boxed without braces around a number or letter."""
     text = re.sub(r"\\fbox(?=\s*\{)", r"\\boxed", str(text or ""))
-    text = re.sub(r"\\boxed\s*(\d+|[A-Za-z])(?![A-Za-z\d{])", r"\\boxed{\1}", text)
+    text = re.sub(r"\\boxed\s*(\d+|[A-Za-z])(?=\.?\s*(?:\$|\\[\])]|\Z))", r"\\boxed{\1}", text)
     answer = last_box(text)
-    if answer is None:
+    if answer is None or not re.match(r"\\boxed\s*\{", text[text.rfind("\\boxed") :]):
         raise Unusable("no complete \\boxed{} in the solution")
     return answer.strip()
 
@@ -151,7 +154,7 @@ def normal(prompt: Any) -> str:
         prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
     text = unicodedata.normalize("NFKC", str(prompt)).casefold()
     text = re.sub(r"\\(?:left|right|displaystyle|textstyle|quad|qquad|[,;:! ])(?![a-z])|[$\s]", "", text)
-    return re.sub(r"\\[dtc]frac", r"\\frac", text).rstrip(".?!")
+    return re.sub(r"\\[dtc]frac", r"\\frac", text).rstrip(".?")  # 5! is not 5
 
 
 def _id(value: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from logra_jax.errors import UserError
 from logra_jax.rl.tasks import is_mixture, make_rows
 
 WIDTH_MULTIPLE = 8
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # one of the two that stand for a character beyond 16 bits
 # Columns, and keys of a message's parts, that belong to the prompt in data sets for multimodal models.
 MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios")
 
@@ -343,12 +345,20 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise UserError(f"{place}: not UTF-8 text (byte {error.start} of the line)") from None
             if not text:
                 continue
-            try:
-                row = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{place}: not valid JSON: {error.msg} at column {error.colno}") from None
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{place}: not usable JSON: {type(error).__name__}") from None
+            row = parse(place, text)
             if not isinstance(row, dict):
                 raise UserError(f"{place}: expected a JSON object, found a {type(row).__name__}")
             yield place, row
+
+
+def parse(place: str, text: str) -> Any:
+    """What a JSON text says. Raises UserError, also for half of a surrogate pair, which no tokenizer or file takes."""
+    try:
+        found = json.loads(text)
+        if _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not valid JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not usable JSON: {type(error).__name__}") from None
+    return found

@@ -94,7 +94,8 @@ def make_reward(
 
     "math": 1.0 when the last complete \boxed{...} equals the answer column mathematically, else 0.0.
     "reasoning_gym": what the verifier of the row's task gives (1.0 is right) for group 1 of the last match of
-        `pattern`, without one the completion. Rows of a mixture of tasks only (`rl.tasks`).
+        `pattern`, without one the completion. For rows that `rl.tasks.make_rows` made: workers unpickle their column
+        `entry`, so one from elsewhere could run code.
     "exact": 1.0 when group 1 of the last match of the regex `pattern` (without one: the completion) equals
         the answer column's text, spaces around both removed, else 0.0. In-process: keep the pattern simple.
     "module:function": function(prompts, completions, columns) -> N numbers, importable from the current

@@ -22,7 +22,7 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ TASK, ENTRY = "task", "entry"  # columns of the rows besides prompt and answer
 HELD_OUT_SEEDS = 2**30  # a task's question i comes from its seed + i: held-out ones start so much later
 TRIES = 20  # draws per question wanted, before a task is found to have too few different ones
 INSTALL = "pip install 'logra-jax[tasks]' (or reasoning-gym)"
+PARTS = ("held_out", "train")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Task:
     task: str
     weight: float
     difficulty: Mapping[str, Any]
+
+
+Job = tuple[Task, int, Mapping[str, int]]  # a task, the seed of its first question, questions wanted of each part
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,12 @@ def is_mixture(path: str | Path) -> bool:
 def read_mixture(path: str | Path) -> Mixture:
     """The file, checked as far as that goes without reasoning-gym. Raises UserError."""
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        found = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from None
+    if twice := _twice(yaml.compose(text, Loader=yaml.SafeLoader)):
+        raise UserError(f"{path}: {twice} is there twice: give each a name of its own; the task goes into `task`")
     found = _section(found, f"{path}", {"seed", "train", "held_out", "tasks"})
     numbers = {}
     for key, default, least in (("seed", 0, 0), ("train", None, 1), ("held_out", 0, 0)):
@@ -89,7 +96,25 @@ def read_mixture(path: str | Path) -> Mixture:
     tasks = _section(found.get("tasks"), f"{path}: tasks", None)
     if not tasks:
         raise UserError(f"{path}: tasks is empty: name at least one task")
-    return Mixture(**numbers, tasks=tuple(_task(path, str(name), given) for name, given in tasks.items()))
+    mixture = Mixture(**numbers, tasks=tuple(_task(path, str(name), given) for name, given in tasks.items()))
+    for part in PARTS:
+        total = numbers[part]
+        for task, count in zip(mixture.tasks, mixture.counts(total), strict=True):
+            if total and not count:
+                raise UserError(f"{path}: {part}={total} leaves no question for {task.name}: raise it, or its weight")
+    return mixture
+
+
+def _twice(node: yaml.Node | None) -> str | None:
+    """The first key that its mapping, or one in it, has twice: YAML would silently take the last."""
+    seen: set[str] = set()
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if name.value in seen:
+            return str(name.value)
+        seen.add(name.value)
+        if (inner := _twice(value)) is not None:
+            return inner
+    return None
 
 
 def _task(path: str | Path, name: str, given: Any) -> Task:
@@ -167,17 +192,17 @@ def generate(mixture: Mixture, place: str) -> dict[str, list[dict[str, Any]]]:
 
     for task in mixture.tasks:
         make_dataset(task.task, task.difficulty, place=f"{place}: tasks: {task.name}")
-    held_out, train = mixture.counts(mixture.held_out), mixture.counts(mixture.train)
-    jobs = [
-        (task, base_seed(mixture.seed, task.name), held_out[i], train[i], f"{place}: tasks: {task.name}")
-        for i, task in enumerate(mixture.tasks)
-    ]
-    parts: dict[str, list[dict[str, Any]]] = {"held_out": [], "train": []}
+    counts = {part: mixture.counts(getattr(mixture, part)) for part in PARTS}
+    jobs: dict[str, list[Job]] = {}
+    for i, task in enumerate(mixture.tasks):
+        wanted = {part: counts[part][i] for part in PARTS}
+        jobs.setdefault(task.task, []).append((task, base_seed(mixture.seed, task.name), wanted))
+    parts: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
     with ProcessPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
-        for found in pool.map(_draw, *zip(*jobs, strict=True)):
+        for found in pool.map(_draw, jobs.values(), [place] * len(jobs)):
             if isinstance(found, str):
                 raise UserError(found)
-            for part in parts:
+            for part in PARTS:
                 parts[part] += found[part]
     for part, rows in parts.items():
         random.Random(f"{mixture.seed} {part}").shuffle(rows)
@@ -212,37 +237,49 @@ def make_dataset(task: str, difficulty: Mapping[str, Any], seed: int = 0, size: 
         raise UserError(f"{place}: {task} refuses its difficulty: {str(error) or type(error).__name__}") from None
 
 
-def _draw(task: Task, seed: int, held_out: int, train: int, place: str) -> dict[str, list[dict[str, Any]]] | str:
-    """Rows of one task for both parts, none twice; the text of an error, as exceptions of tasks may not pickle."""
+def _draw(jobs: Sequence[Job], place: str) -> dict[str, list[dict[str, Any]]] | str:
+    """Rows of names that share a task, by part, none twice; or the text of an error, as exceptions may not pickle."""
+    seen: set[str] = set()
+    parts: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
+    for part in PARTS:
+        for task, seed, wanted in jobs:
+            where, first = f"{place}: tasks: {task.name}", seed + (HELD_OUT_SEEDS if part == "held_out" else 0)
+            try:
+                rows = _questions(task, first, wanted[part], seen, where)
+            except UserError as error:
+                return str(error)
+            except Exception as error:
+                return f"{where}: {task.task} failed to make a question: {type(error).__name__}: {error}"
+            if len(rows) < wanted[part]:
+                return (
+                    f"{where}: only {len(rows)} of {wanted[part]} different {part} questions with an answer that its "
+                    f"verifier accepts, and not any other, after {_tries(wanted[part])} draws: lower its weight, or "
+                    "change its difficulty"
+                )
+            parts[part] += rows
+    return parts
+
+
+def _tries(count: int) -> int:
+    return TRIES * count + 100
+
+
+def _questions(task: Task, first: int, count: int, seen: set[str], place: str) -> list[dict[str, Any]]:
+    """Up to `count` rows of a task from the seed `first` on, none of them `seen`, to which they are added."""
     from logra_jax.rl.verifier import make_verifier
 
-    random.seed(seed)  # should a task draw from the interpreter's own generator
-    seen: set[str] = set()
-    parts: dict[str, list[dict[str, Any]]] = {}
-    try:
-        for part, first, count in (("held_out", seed + HELD_OUT_SEEDS, held_out), ("train", seed, train)):
-            rows = parts[part] = []
-            limit = TRIES * count + 100
-            dataset = make_dataset(task.task, task.difficulty, first, limit, place)
-            verify = make_verifier()
-            for i in range(limit):
-                if len(rows) == count:
-                    break
-                entry = dataset[i]
-                question, row = " ".join(entry["question"].split()), _row(task, entry)
-                if question not in seen and _verifiable(verify, entry["answer"], row[ENTRY]):
-                    seen.add(question)
-                    rows.append(row)
-            if len(rows) < count:
-                return (
-                    f"{place}: only {len(rows)} of {count} different {part} questions with an answer that its verifier "
-                    f"accepts, and not any other, after {limit} draws: lower its weight, or change its difficulty"
-                )
-    except UserError as error:
-        return str(error)
-    except Exception as error:
-        return f"{place}: {task.task} failed to make a question: {type(error).__name__}: {error}"
-    return parts
+    rows: list[dict[str, Any]] = []
+    random.seed(first)  # should a task draw from the interpreter's own generator
+    dataset, verify = make_dataset(task.task, task.difficulty, first, _tries(count), place), make_verifier()
+    for i in range(_tries(count)):
+        if len(rows) == count:
+            break
+        entry = dataset[i]
+        question, row = " ".join(entry["question"].split()), _row(task, entry)
+        if question not in seen and _verifiable(verify, entry["answer"], row[ENTRY]):
+            seen.add(question)
+            rows.append(row)
+    return rows
 
 
 def _verifiable(verify: Any, answer: Any, entry: str) -> bool:

@@ -8,6 +8,7 @@ sockets is refused; that the worker can be killed does the rest.
 import ast
 import base64
 import functools
+import importlib
 import math
 import pickle
 import re
@@ -18,16 +19,17 @@ from typing import Any
 from logra_jax.rl.tasks import make_dataset
 
 _FORMULA = (
-    ast.Expression, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator, ast.BoolOp,
-    ast.boolop, ast.Compare, ast.cmpop, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Call, ast.keyword,
+    ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator, ast.BoolOp, ast.boolop,
+    ast.Compare, ast.cmpop, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Call, ast.keyword,
 )  # fmt: skip
-# ruff: noqa: SIM905
-# What sympy's parser wraps numbers and names in, and functions that answers to integrals and the like are made of.
-_CALLS = frozenset(
-    "Integer Float Rational Symbol Function Abs exp log ln sqrt cbrt root sin cos tan cot sec csc asin acos atan acot "
-    "asec acsc sinh cosh tanh coth asinh acosh atanh erf sign floor ceiling Max Min".split()
-)
-_TEXTS = frozenset({"Integer", "Float", "Rational", "Symbol", "Function"})  # calls that may be given a text
+# What sympy's parser wraps numbers and names in, and may be given a text.
+_TEXTS = frozenset({"Integer", "Float", "Rational", "Symbol", "Function"})
+# Functions that answers to integrals and the like are made of.
+_FUNCTIONS = frozenset({
+    "Abs", "exp", "log", "ln", "sqrt", "cbrt", "root", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan",
+    "acot", "asec", "acsc", "sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh", "erf", "sign", "floor",
+    "ceiling", "Max", "Min",
+})  # fmt: skip
 _EFFECTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "webbrowser.", "tempfile.", "signal.")
 _HARMLESS = frozenset({"os.listdir", "os.scandir", "os.walk"})
 
@@ -60,21 +62,29 @@ class _Guard:
 
 
 def check_formula(source: Any) -> None:
-    """Refuses source code that is not an expression of literals, names, operators and known functions."""
+    """Raises Refused for an expression that is more than literals, names, operators and known functions.
+
+    Statements are the SyntaxError that `eval` makes of them, whoever asks. What does not parse at all is let through:
+    it will not compile either. What is too deep to be looked at is refused: the compiler goes a little deeper.
+    """
     try:
         text = bytes(source).decode() if isinstance(source, bytes | bytearray) else source
-        tree = ast.parse(text.strip(), mode="eval") if isinstance(text, str) else None
-    except (SyntaxError, ValueError, RecursionError, MemoryError, UnicodeDecodeError):
-        return  # it will not compile either
-    if tree is None:
-        raise Refused("code")
-    for node in ast.walk(tree):
+        if not isinstance(text, str):
+            raise Refused("code")
+        tree = ast.parse(text.strip())
+    except (SyntaxError, ValueError):
+        return
+    except (RecursionError, MemoryError):
+        raise Refused("deep nesting") from None
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Expr):
+        raise SyntaxError("no expression")
+    for node in ast.walk(tree.body[0].value):
         if not isinstance(node, _FORMULA) or (isinstance(node, ast.Name) and node.id.startswith("_")):
             raise Refused(type(node).__name__)
         if isinstance(node, ast.Call):
             name = _called(node)
             texts = [a for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            if name not in _CALLS or (texts and name not in _TEXTS):
+            if name not in _TEXTS | _FUNCTIONS or (texts and name not in _TEXTS):
                 raise Refused(f"call of {name}")
 
 
@@ -91,8 +101,7 @@ def make_verifier() -> Callable[[str, str, str | None], float]:
     The answer is group 1 of the pattern's last match, all of the text without a pattern, spaces around it removed;
     no match is worth 0. What the verifier raises on an answer is raised here.
     """
-    import reasoning_gym  # noqa: F401  takes seconds: before the worker says that it is ready
-
+    importlib.import_module("reasoning_gym")  # takes seconds: before the worker says that it is ready
     guard = _Guard()
     sys.addaudithook(guard)
     datasets: dict[str, Any] = {}  # some take a second to make

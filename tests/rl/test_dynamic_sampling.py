@@ -60,3 +60,15 @@ def test_no_more_is_drawn_than_needed():
         draw, drawn = drawer(*batches)
         fill_groups(draw, more, np.asarray)
         assert len(drawn) == wanted
+
+
+def test_a_prompt_that_comes_again_teaches_nothing_new():
+    draw, drawn = drawer([FLAT, TEACHES, TEACHES], [TEACHES] * 3, [TEACHES] * 3)
+
+    def again(i):  # the second batch has prompts of the first one, in another order
+        return draw(i) if i != 1 else draw(i)._replace(rows=np.array([102, 100, 101], np.int32))
+
+    found = fill_groups(again, 5, np.asarray)
+    assert drawn == [0, 1, 2]
+    assert found.rows.tolist() == [101, 102, 120]
+    assert found.consumed == 9

@@ -1,6 +1,7 @@
 """Mixtures of Reasoning-Gym tasks: what is refused, what is made, who verifies, and what a verifier may not do."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -63,6 +64,10 @@ def write(folder, text):
         ("tasks: {a: {}}", "train must be .* found None"),
         ("train: 4\ntasks: {}", "tasks is empty"),
         ("train: 4\n", "tasks: expected"),
+        ("train: 4\ntasks: {a: {}, b: {}, a: {weight: 2}}", "mixture.yaml: a is there twice"),
+        ("train: 4\ntasks: {a: {}, b: {difficulty: {n: 1, n: 2}}}", "mixture.yaml: n is there twice"),
+        ("train: 4\nheld_out: 1\ntasks: {a: {}, b: {}}", "held_out=1 leaves no question for b"),
+        ("train: 4\ntasks: {a: {}, b: {weight: 1.0e-9}}", "train=4 leaves no question for b"),
         ("- a\n", "expected"),
         ("a: [", "cannot be read as YAML"),
     ],
@@ -128,6 +133,17 @@ def test_rows_are_a_mixture_without_repetitions(mixture):
 
 
 @needs_gym
+def test_names_of_one_task_share_no_question():
+    """Of the 100 sums of two digits, one name takes 30 and the other 50."""
+    easy = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    tasks = [(Task(name, "chain_sum", 1.0, easy), n) for name, n in (("a", 10), ("b", 20))]
+    found = _draw([(task, 0, {"held_out": n, "train": 2 * n}) for task, n in tasks], "here")
+    questions = [row["prompt"] for part in ("held_out", "train") for row in found[part]]
+    assert len(set(questions)) == len(questions) == 90
+    assert Counter(row["task"] for row in found["train"]) == {"a": 20, "b": 40}
+
+
+@needs_gym
 def test_questions_do_not_depend_on_the_process(mixture):
     """word_ladder draws from a set of words, whose order changes with the hash seed of a process."""
     code = f"from logra_jax.rl import tasks; print([r['entry'] for r in tasks.make_rows({str(mixture)!r}, held_out=0)])"
@@ -139,7 +155,8 @@ def test_questions_do_not_depend_on_the_process(mixture):
 @needs_gym
 def test_a_task_whose_verifier_takes_anything_is_refused():
     task = Task("halting", "game_of_life_halting", 1.0, {})
-    assert "here: only 0 of 1 different held_out questions" in _draw(task, 0, 1, 1, "here")
+    found = _draw([(task, 0, {"held_out": 1, "train": 1})], "there")
+    assert "there: tasks: halting: only 0 of 1 different held_out questions" in found
 
 
 @needs_gym
@@ -196,3 +213,57 @@ def test_code_is_no_formula():
     for text in ("__import__", "f.x", "open('a', 'w')", "sympify('1')", "[i for i in x]", "lambda: 0", "exec(1)"):
         with pytest.raises(Refused):
             check_formula(text)
+    for text in ("import os", "1; 2", "x = 3", "if 1: 2", ""):
+        with pytest.raises(SyntaxError):  # also where they would be executed
+            check_formula(text)
+
+
+def test_a_verifier_may_read_and_import_but_write_and_start_nothing(tmp_path):
+    """What the second barrier stops, should an answer get past the first one."""
+    code = f"""if True:
+        import json, os, shutil, socket, subprocess, sys
+        from logra_jax.rl.verifier import Refused, _Guard
+        guard, folder = _Guard(), {str(tmp_path)!r}
+        sys.addaudithook(guard)
+        tries = dict(
+            write=lambda: open(folder + "/a", "w"), append=lambda: open(folder + "/a", "ab"),
+            create=lambda: os.open(folder + "/a", os.O_WRONLY | os.O_CREAT), system=lambda: os.system("true"),
+            start=lambda: subprocess.run(["true"]), delete=lambda: os.remove(folder + "/b"),
+            tree=lambda: shutil.rmtree(folder), socket=lambda: socket.create_connection(("127.0.0.1", 9)),
+            read=lambda: open(folder + "/b").read(), look=lambda: os.listdir(folder),
+            load=lambda: __import__("colorsys"),
+        )
+        open(folder + "/b", "w").close()
+        refused = []
+        for name, attempt in tries.items():
+            guard.active = True
+            try:
+                attempt()
+            except Refused:
+                refused.append(name)
+            finally:
+                guard.active = False
+        print(json.dumps(refused))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    wanted = ["write", "append", "create", "system", "start", "delete", "tree", "socket"]
+    assert json.loads(done.stdout) == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_no_depth_is_compiled_that_cannot_be_looked_at():
+    """In a process of its own, as the hook stays. Of some 3,000 signs the compiler takes a few more than the parser."""
+    code = """if True:
+        import sys
+        from logra_jax.rl.verifier import _Guard
+        guard, called = _Guard(), []
+        sys.addaudithook(guard)
+        for depth in range(2800, 3100):
+            guard.active = True
+            try:
+                eval("-" * depth + "call()", {"call": lambda: called.append(depth) or 1})
+            except (OSError, RecursionError, MemoryError):
+                pass
+            guard.active = False
+        print(called)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
