@@ -59,12 +59,6 @@ class SharedEngine:
         self._params = params
         self._let_first(lambda engine: engine.reload(params, version))
 
-    def let_go(self) -> None:
-        """See `VllmEngine.let_go`."""
-        self._params = None
-        if self._engine is not None:
-            self._engine.let_go()
-
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
         """See `VllmEngine.score`."""
         found = self._let_first(lambda engine: engine.score(prompts)) or []
