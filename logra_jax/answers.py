@@ -3,10 +3,12 @@
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from logra_jax.errors import UserError
 from logra_jax.mesh import fetch
 from logra_jax.rl.ahead import Drawn
 from logra_jax.rl.dynamic_sampling import fill_groups
@@ -37,7 +39,8 @@ class Answers:
         def one(number: int) -> Drawn:
             started, rows = time.perf_counter(), run.order.rows(consumed + number * size, size)
             prompts = run.prompts.take(rows)
-            rollout = run.generate(prompts, step)
+            # A prompt that an earlier batch of this update had too, as where an epoch ends, gets other answers.
+            rollout = run.generate(replace(prompts, ids=prompts.ids + number * prompts.read), step)
             fetch(rollout.lengths)  # waits for the rollout
             sampled = time.perf_counter()
             check()
@@ -51,7 +54,7 @@ class Answers:
     def next(self, state: "TrainState", step: int, consumed: int) -> tuple[Drawn, dict[str, Any]]:
         """Those of update `step`, whose prompts are the next after `consumed`, and metrics. Begins the ones after."""
         run, started = self._run, time.perf_counter()
-        self._wait()
+        self._wait(Unreachable)
         # Servers get new weights while they draw nothing: every answer is one version's.
         found = run.follow(state, step)
         drawn, spent = self._drawn, [time.perf_counter() - started, 0.0]
@@ -59,8 +62,9 @@ class Answers:
             drawn = self._draw(step, consumed, self._stop.check, spent)
         if self._ahead:
             self._drawn, then = drawn, consumed + drawn.consumed
+            alive = lambda: self._stop.agree(0)  # something has got done, but a stop waits for all of it
             if step + 1 < run.config.steps:
-                run.draw_ahead(step + 1, lambda: self._draw(step + 1, then, lambda: None, [0.0, 0.0]))
+                run.draw_ahead(step + 1, lambda: self._draw(step + 1, then, alive, [0.0, 0.0]))
         if self._rollout.dynamic_sampling:
             found |= {"rollout/prompts": drawn.consumed, "reward/drawn_mean": drawn.mean_reward}
         return drawn, found | {"time/rollout_s": spent[0], "time/reward_s": spent[1]}
@@ -69,21 +73,24 @@ class Answers:
         """The newest ones are about to be learnt from."""
         self._drawn = None
 
-    def _wait(self) -> None:
-        """Until what is drawn ahead is there; where all servers were lost meanwhile, there is nothing."""
+    def _wait(self, forgiven: type[UserError]) -> None:
+        """Until what is drawn ahead is there; where it failed of such an error, there is nothing."""
         if self._run.ahead.update is None:
             return
         try:
             self._drawn = self._run.ahead.result()
-        except Unreachable as error:
+        except forgiven as error:
             print(
                 f"warning: {error}\nwarning: answers are drawn again, with newer weights", file=sys.stderr, flush=True
             )
 
     def to_save(self, step: int) -> dict[str, np.ndarray]:
-        """What a checkpoint after `step` updates must hold of them, for `take_over`; waits until it is there."""
+        """What a checkpoint after `step` updates must hold of them, for `take_over`; waits until it is there.
+
+        Whatever they failed of: what has been learnt can be saved, and the next update draws them again.
+        """
         if self._run.ahead.update == step:
-            self._wait()
+            self._wait(UserError)
         return {} if self._drawn is None else self._drawn.arrays()
 
     def take_over(self, saved: dict[str, np.ndarray], consumed: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from logra_jax import distributed, footprint
 from logra_jax.config import Config
@@ -43,11 +44,13 @@ def check(config: Config, shape: ModelConfig, vocab_size: int, prompt_width: int
     found = footprint.measure(config, shape, vocab_size, devices, room=limit)
     plan = Plan(found, limit / GIB, reserve=0.0)
     here = f"each of {count} x {devices[0].device_kind} has {plan.card:.2f} GiB for this run"
+    refused = None
     if not plan.fits:
-        raise UserError(
+        refused = UserError(
             f"{here} (see mesh.memory_fraction), it needs {plan.needed:.2f}: nothing was loaded. "
             f"{verdict(name, plan, config, count)}"
         )
+    distributed.agree(refused)  # what a compiler chooses for its own device may take more than another one's
     print(f"memory     {here}, it needs {plan.needed:.2f}", flush=True)
     if plan.left < TIGHT * plan.card:
         print(
@@ -55,7 +58,7 @@ def check(config: Config, shape: ModelConfig, vocab_size: int, prompt_width: int
             f"{remedies(name, None, config, count)}",
             file=sys.stderr,
         )
-    return found.group
+    return int(distributed.from_first(np.array([found.group], np.int32))[0])
 
 
 def ran_out(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from logra_jax import cli, fit, train
+from logra_jax import build, cli, distributed, fit, train
 from logra_jax.config import load_config
 from logra_jax.footprint import Footprint
 from logra_jax.gpus import GIB
@@ -45,6 +45,26 @@ def test_a_run_that_cannot_fit_says_what_is_too_large(footprint, monkeypatch):
     ):  # fmt: skip
         assert part in str(refused.value)
     assert footprint[0].data.max_prompt_length == 7  # prompts as long as those of the run
+
+
+def test_processes_refuse_together_and_sample_in_one_layout(footprint, monkeypatch):
+    agreed = []
+    monkeypatch.setattr(distributed, "agree", agreed.append)
+    monkeypatch.setattr(distributed, "from_first", lambda values: values + 4)  # there it is not 0
+    monkeypatch.setattr(fit, "memory_limit", lambda devices: 24 * GIB)
+    assert fit.check(load_config(None), None, 32, 7, jax.devices()[:1]) == 4
+    check(18 * GIB, monkeypatch)
+    assert [error and "DOES NOT FIT" in str(error) for error in agreed] == [None, True]
+
+
+def test_training_samples_in_the_layout_that_fits(command_settings, monkeypatch):
+    groups, make = [], build.make_sampler
+    monkeypatch.setattr(build, "make_sampler", lambda *args: groups.append(args[-1]) or make(*args))
+    for found in (None, 0):
+        monkeypatch.setattr(fit, "check", lambda *_, found=found: found)
+        assert train.main([*command_settings, "mesh.fsdp=2", "--dry-run"]) == 0
+    assert groups[0] > 0  # less is moved
+    assert groups[1:] == [0]
 
 
 def test_a_tight_fit_is_a_warning(footprint, monkeypatch, capsys):

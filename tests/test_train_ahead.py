@@ -11,8 +11,9 @@ from test_train_resume import assert_same, result, seen  # noqa: F401
 from test_train_vllm import Stand
 
 import logra_jax.run
-from logra_jax import cli, train
+from logra_jax import cli, distributed, servers, train
 from logra_jax.checkpoint import read_note
+from logra_jax.config import load_config
 from logra_jax.errors import UserError
 from logra_jax.metrics import read_rows
 
@@ -95,6 +96,13 @@ def test_a_checkpoint_is_read_with_other_settings(argv, stand, seen, capsys):  #
     assert [row["rollout/staleness"] for row in read_rows("out/metrics.jsonl")] == [0, 1, 0, 0]
 
 
+def test_several_processes_cannot_draw_ahead(monkeypatch):
+    settings = "rollout.engine=vllm vllm.urls=[http://h:1] rollout.staleness=1 loss.importance_cap=2"
+    monkeypatch.setattr(distributed, "alone", lambda: False)
+    with pytest.raises(UserError, match="for runs of one process"):
+        servers.check(load_config(None, settings.split()), None, 8)
+
+
 def test_what_fails_in_the_background_is_an_error_and_nothing_is_lost(argv, stand, monkeypatch, capsys):
     grade = logra_jax.run.Run.grade
 
@@ -158,3 +166,20 @@ def test_servers_that_drift_are_given_all_weights(argv, stand, capsys):
     assert stand.calls == [0, (0, 1), (1, 2), 2, (2, 3)]
     drift = [row["sync/drift"] for row in read_rows("out/metrics.jsonl")]
     assert max(drift[:2]) < 1e-5 < 1e-4 < drift[2]
+
+
+def test_servers_that_are_lost_meanwhile_get_no_weights_that_are_written_over(argv, stand, capsys):
+    """All of them: their answers are drawn again under the next weights, and the run goes on one update ahead."""
+    choice = stand.choice
+
+    def aborted(j, sampling):
+        ended = len(stand.asked) > 4 and stand.version == "0"  # not those of the first update
+        return choice(j, sampling) | ({"finish_reason": "abort"} if ended else {})
+
+    stand.choice = aborted
+    assert train.main([*argv, "eval.every=0"]) == 0
+    said = capsys.readouterr().err
+    assert "the weights of version 0 are no longer there\nwarning: answers are drawn again" in said
+    assert stand.calls == [0, 1, (1, 2), (2, 3)]
+    assert stand.asked == [0] * 8 + [1] * 8
+    assert [row["rollout/staleness"] for row in read_rows("out/metrics.jsonl")] == [0, 0, 1]

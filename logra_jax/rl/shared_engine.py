@@ -59,12 +59,6 @@ class SharedEngine:
         self._params = params
         self._let_first(lambda engine: engine.reload(params, version))
 
-    def let_go(self) -> None:
-        """See `VllmEngine.let_go`."""
-        self._params = None
-        if self._engine is not None:
-            self._engine.let_go()
-
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
         """See `VllmEngine.score`."""
         found = self._let_first(lambda engine: engine.score(prompts)) or []
@@ -85,9 +79,9 @@ class SharedEngine:
         self, prompt_tokens: Array, prompt_lengths: Array, prompt_ids: Array, n: int, *args: Any, **options: Any
     ) -> Rollout:
         """See `VllmEngine.generate`."""
-        prompts = fetch((prompt_tokens, prompt_lengths, prompt_ids))
-        found = self._let_first(lambda engine: engine.generate(*prompts, n, *args, **options))
-        rows, width, new = len(prompts[0]) * n, prompts[0].shape[1], self._sampler.max_new_tokens
+        tokens, lengths, ids = fetch((prompt_tokens, prompt_lengths, prompt_ids))
+        found = self._let_first(lambda engine: engine.generate(tokens, lengths, ids, n, *args, **options))
+        rows, width, new = len(tokens) * n, tokens.shape[1], self._sampler.max_new_tokens
         numbers = np.zeros(rows, np.int32)
         # Of the shapes that process 0 has.
         parts = (

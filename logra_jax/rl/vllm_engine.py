@@ -149,29 +149,29 @@ class VllmEngine:
                 self._rescues[number] = self._rescues.get(number, 0) + (number in lost)
             try:
                 if not healthy:
-                    raise Unreachable(f"{client.url}: no answer; start it again")
+                    raise Unreachable(f"{client.url}: no answer{'' if self._servers else '; start it again'}")
                 if not self._servers:
                     self._needs.check(client)
                 client.reload(self._weights, self._shapes, version)
-            except UserError:
+            except UserError as error:
                 if not self._servers:
                     raise
-                _warn(f"{client.url} is started again: {self._why(number)}")
+                _warn(f"{client.url} is started again: {self._why(number, error)}")
                 self._servers[number].restart()
                 client.plan(self._shapes, version)
 
         self._pool.restore(bring, version, numbers)
         self._tell_lost()
 
-    def _why(self, number: int) -> str:
-        """What is known of a lost server: its last words, if it was started here and has ended."""
+    def _why(self, number: int, newest: UserError | None = None) -> str:
+        """What a server failed of: its last words, if it was started here and has ended, or why it was lost."""
         assert self._pool is not None
         try:
             if self._servers:
                 self._servers[number].check()
         except UserError as error:
             return str(error)
-        return str(self._pool.lost.get(number, "it does not answer"))
+        return str(self._pool.lost.get(number, newest))
 
     def _tell_lost(self) -> None:
         assert self._pool is not None

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,8 +24,8 @@ from logra_jax.errors import UserError
 from logra_jax.sync import blob as blobs
 from logra_jax.sync.blob import Update
 
-# A larger blob goes through a file: as JSON text it is a third larger, and copied several times.
 QUICK = 30.0  # seconds for answers that take no work
+# A larger blob goes through a file: as JSON text it is a third larger, and copied several times.
 LARGEST_MESSAGE = 4 * 2**20
 
 
@@ -83,7 +83,9 @@ class Client:
             with urllib.request.urlopen(request, timeout=timeout or self.timeout) as answer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
-            reason = " ".join(error.read().decode(errors="replace").split())[:500]
+            reason = ""
+            with suppress(OSError, http.client.HTTPException):  # it may end while it gives it
+                reason = " ".join(error.read().decode(errors="replace").split())[:500]
             kind = Unreachable if error.code >= 500 else UserError
             raise kind(f"{self.url}{path}: the server answered {error.code}: {reason}") from None
         except (OSError, http.client.HTTPException) as error:

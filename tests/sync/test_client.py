@@ -1,6 +1,8 @@
 """The client against a stand-in for a server: what it asks for, in which order, and what it makes of the answers."""
 
 import base64
+import socket
+import threading
 
 import numpy as np
 import pytest
@@ -206,3 +208,19 @@ def test_a_prompt_is_scored_token_by_token(stand) -> None:
 def test_answers_under_way_are_given_up(stand) -> None:
     stand.client.abort()
     assert stand.calls == ["/pause?mode=abort", "/resume"]
+
+
+@pytest.mark.parametrize("status", ["200 OK", "500 Internal Server Error"])
+def test_a_server_that_ends_in_the_middle_of_an_answer_is_gone(status) -> None:
+    def speak(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 99\r\n\r\nhalf".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=speak, args=(listening,))
+        thread.start()
+        with pytest.raises(Unreachable):
+            Client(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=10).call("/x", method="GET")
+        thread.join()
