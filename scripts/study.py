@@ -34,14 +34,21 @@ RESULTS, REPORT = ROOT / "docs/study/results.jsonl", ROOT / "docs/study.md"
 TUNING, SEEDS = 100, (1, 2, 3)
 START_S = 30  # seconds of a run outside of its updates, an estimate
 
-# What all runs of a task have in common.
-QUIET = ("eval.every=0", "checkpoint.every=20", "checkpoint.keep=1", "checkpoint.keep_best=false", "log.samples=0")
-QUIET += ("log.tensorboard=false", "log.progress=false")
-# The mixture starts from `python scripts/make_tiny.py --out out/tiny`.
-TASKS: Mapping[str, tuple[str, ...]] = {
-    "multiply": ("--config", "configs/demo.yaml"),
-    "mixture": ("--config", "configs/tiny_reasoning.yaml", "steps=150", "kl.budget_steps=150"),
-}
+# What all runs have in common, and what those under KL control have.
+COMMON = ("--config", "configs/demo.yaml", "rollout.prompts=16", "steps=60")
+COMMON += ("eval.every=0", "checkpoint.every=20", "checkpoint.keep=1", "checkpoint.keep_best=false")
+COMMON += ("log.samples=0", "log.tensorboard=false", "log.progress=false")
+CONTROLLED, FREE = ("kl.budget_steps=60",), "kl.control=false"
+
+
+def made(task: str, prompt: int, answer: int) -> tuple[str, ...]:
+    """Settings of a task of scripts/make_study.py, with the most tokens of its prompts and answers."""
+    here = f"out/study/{task}"
+    files = (f"model.path={here}/model", f"data.train={here}/train.jsonl", f"data.eval={here}/heldout.jsonl")
+    return (*files, f"data.max_prompt_length={prompt}", f"rollout.max_new_tokens={answer}")
+
+
+TASKS: Mapping[str, tuple[str, ...]] = {"multiply": (), "add": made("add", 9, 24), "sort": made("sort", 10, 11)}
 
 
 @dataclass(frozen=True)
@@ -58,35 +65,47 @@ def rates(*values: float) -> tuple[str, ...]:
     return tuple(f"optimizer.learning_rate={value:g}" for value in values)
 
 
-RIVAL, PLAIN, KEPT = "AdamW", "LoGRA plain", "LoGRA momentum, redrawn every 20"
-ADAMW = ("optimizer.name=adamw", "kl.control=false")
-MOMENTUM = ("optimizer.b1=0.9",)
+RIVAL, PLAIN, KEPT = "AdamW", "LoGRA plain", "LoGRA plain, momentum, never redrawn"
+NORM, ROW = "LoGRA norm-preserving", "RowAdam, dense"
+ADAMW, ROW_ADAM = ("optimizer.name=adamw",), ("optimizer.name=row_adam",)
+MOMENTUM, NEVER = "optimizer.b1=0.9", "optimizer.refresh=0"
 # Blocks are run one after the other, and within a block all tuning, then seed by seed.
 BLOCKS: tuple[tuple[Cell, ...], ...] = (
     (
-        Cell(RIVAL, ADAMW, rates(5e-5, 1e-4, 2e-4)),
-        Cell(PLAIN, (), rates(1e-4, 3e-4, 1e-3)),
-        Cell(KEPT, (*MOMENTUM, "optimizer.refresh=20"), rates(1e-4, 3e-4, 1e-3)),
-        Cell("LoGRA norm-preserving", (), ("optimizer.update_ratio=0.001", "optimizer.update_ratio=0.003")),
-        Cell("LoGRA momentum, never redrawn", (*MOMENTUM, "optimizer.refresh=0"), like=KEPT),
-        Cell("LoGRA momentum, redrawn every 5", (*MOMENTUM, "optimizer.refresh=5"), like=KEPT),
+        Cell(RIVAL, (*ADAMW, FREE), rates(5e-5, 1e-4, 2e-4)),
+        Cell(PLAIN, (), rates(1e-4, 3e-4)),
+        Cell(KEPT, (MOMENTUM, NEVER), rates(1e-4, 3e-4)),
+        Cell(NORM, (), ("optimizer.update_ratio=0.001", "optimizer.update_ratio=0.003")),
+        Cell("LoGRA plain, momentum, redrawn every 20", (MOMENTUM, "optimizer.refresh=20"), like=KEPT),
+        Cell("LoGRA plain, momentum, redrawn every 5", (MOMENTUM, "optimizer.refresh=5"), like=KEPT),
+        Cell("LoGRA norm-preserving, momentum, never redrawn", (MOMENTUM, NEVER), like=NORM),
+    ),
+    # From AdamW to LoGRA, one difference at a time.
+    (
+        Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(5e-5, 1e-4)),
+        Cell(ROW, (*ROW_ADAM, FREE), rates(5e-5, 1e-4, 2e-4)),
+        Cell("RowAdam, dense, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4, 2e-4)),
+        Cell("LoGRA plain, no KL control", (FREE,), rates(5e-5, 1e-4, 2e-4)),
+        Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(5e-5, 1e-4, 2e-4)),
+        Cell("AdamW, KL control", ADAMW, rates(1e-4, 3e-4)),
     ),
     (
-        Cell("LoGRA plain, no KL control", ("kl.control=false",), rates(5e-5, 1e-4, 2e-4)),
-        Cell("AdamW, KL control", ("optimizer.name=adamw",), rates(1e-4, 3e-4)),
-        Cell("AdamW, b1 0", (*ADAMW, "optimizer.b1=0"), rates(5e-5, 1e-4)),
-        Cell("LoRA", ("optimizer.name=lora", "kl.control=false"), rates(5e-4, 1e-3, 2e-3)),
-        Cell("GaLore", ("optimizer.name=galore", "kl.control=false"), rates(1.2e-3, 4e-3, 1e-2)),
-    ),
-    (
-        Cell("LoGRA plain, kept for 5", ("optimizer.refresh=5",), like=PLAIN),
-        Cell("LoGRA plain, kept for 20", ("optimizer.refresh=20",), like=PLAIN),
-        Cell("LoGRA plain, never redrawn", ("optimizer.refresh=0",), like=PLAIN),
-        Cell("LoGRA plain, gaussian", ("optimizer.distribution=gaussian",), like=PLAIN),
+        Cell("LoRA", ("optimizer.name=lora", FREE), rates(3e-4, 1e-3, 3e-3)),
+        Cell("GaLore", ("optimizer.name=galore", FREE), rates(1.2e-3, 4e-3, 1e-2)),
         Cell("LoGRA plain, rank 4", ("optimizer.rank=4",), like=PLAIN),
         Cell("LoGRA plain, rank 64", ("optimizer.rank=64",), like=PLAIN),
+        Cell(f"{KEPT}, rank 4", ("optimizer.rank=4", MOMENTUM, NEVER), like=KEPT),
+        Cell(f"{KEPT}, rank 64", ("optimizer.rank=64", MOMENTUM, NEVER), like=KEPT),
     ),
-)  # fmt: skip
+    (
+        Cell("LoGRA plain, redrawn every 5", ("optimizer.refresh=5",), like=PLAIN),
+        Cell("LoGRA plain, redrawn every 20", ("optimizer.refresh=20",), like=PLAIN),
+        Cell("LoGRA plain, never redrawn", (NEVER,), like=PLAIN),
+        Cell("LoGRA plain, gaussian", ("optimizer.distribution=gaussian",), like=PLAIN),
+        Cell("LoGRA plain, 4 x KL budget", ("kl.budget_start=8e-3", "kl.budget_end=8e-4"), like=PLAIN),
+        Cell("LoGRA plain, 1/4 KL budget", ("kl.budget_start=5e-4", "kl.budget_end=5e-5"), like=PLAIN),
+    ),
+)
 CELLS = {cell.name: cell for block in BLOCKS for cell in block}
 
 
@@ -102,8 +121,9 @@ class Job:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Settings on the command line, without its folder."""
-        chosen = (self.choice,) if self.choice else ()
-        return (*TASKS[self.task], *QUIET, *CELLS[self.cell].settings, *chosen, f"seed={self.seed}")
+        settings = CELLS[self.cell].settings
+        control = () if FREE in settings else CONTROLLED
+        return (*COMMON, *TASKS[self.task], *control, *settings, self.choice, f"seed={self.seed}")
 
     @property
     def folder(self) -> Path:

@@ -76,7 +76,7 @@ def test_every_run_once_and_step_sizes_from_another_seed(study, monkeypatch, tmp
     assert {line["seconds"] for line in done.values()} == {9.0}
     study.run("", float("inf"), tmp_path / "runs")
     assert len(started) == 6
-    monkeypatch.setattr(study, "QUIET", (*study.QUIET, "steps=3"))  # other settings are other runs
+    monkeypatch.setattr(study, "COMMON", (*study.COMMON, "steps=3"))  # other settings are other runs
     assert not study.read_results()
 
 
