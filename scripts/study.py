@@ -4,10 +4,11 @@
     python scripts/study.py run --until 23:00           goes on with it; --only REGEX for a part
     python scripts/study.py table                       docs/study.md from the results
 
-A cell is a way to update. Where it has a step size to choose, all of its tries run on seed TUNING, and the one that
-ends best (held-out accuracy, then sampled reward) runs on SEEDS, which are others; a cell that is `like` another takes
-the choice made there. Every run is `python -m logra_jax.train` in a folder of its own, and goes on where it was stopped
-or killed; a finished one is a line of docs/study/results.jsonl and does not run again. Two `run`s share the work.
+A cell is a way to update. Where it has a step size or a KL budget to choose, all of its tries run on seed TUNING, and
+the one that ends best (held-out accuracy, then sampled reward) runs on SEEDS, which are others; a cell that is `like`
+another takes the choice made there. Every run is `python -m logra_jax.train` in a folder of its own, and goes on where
+it was stopped or killed; a finished one is a line of docs/study/results.jsonl and does not run again. Two `run`s share
+the work.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ TASKS: Mapping[str, tuple[str, ...]] = {"multiply": (), "add": made("add", 9, 24
 
 @dataclass(frozen=True)
 class Cell:
-    """A way to update: its settings, and the tries among which its step size is chosen, or whose choice it takes."""
+    """A way to update: its settings, and tries for its step size or KL budget, or the cell whose choice it takes."""
 
     name: str
     settings: tuple[str, ...]
@@ -65,45 +66,50 @@ def rates(*values: float) -> tuple[str, ...]:
     return tuple(f"optimizer.learning_rate={value:g}" for value in values)
 
 
+def budgets(*factors: float) -> tuple[str, ...]:
+    """The demo's KL budget, times these: under KL control it decides how far a step goes, not its size before that."""
+    return tuple(f"kl.budget_start={2e-3 * factor:g} kl.budget_end={2e-4 * factor:g}" for factor in factors)
+
+
 RIVAL, PLAIN, KEPT = "AdamW", "LoGRA plain", "LoGRA plain, momentum, never redrawn"
 NORM, ROW = "LoGRA norm-preserving", "RowAdam, dense"
-ADAMW, ROW_ADAM = ("optimizer.name=adamw",), ("optimizer.name=row_adam",)
+ADAMW, ROW_ADAM, LONG = ("optimizer.name=adamw",), ("optimizer.name=row_adam",), rates(3e-4)
 MOMENTUM, NEVER = "optimizer.b1=0.9", "optimizer.refresh=0"
 # Blocks are run one after the other, and within a block all tuning, then seed by seed.
 BLOCKS: tuple[tuple[Cell, ...], ...] = (
     (
         Cell(RIVAL, (*ADAMW, FREE), rates(5e-5, 1e-4, 2e-4)),
-        Cell(PLAIN, (), rates(1e-4, 3e-4)),
-        Cell(KEPT, (MOMENTUM, NEVER), rates(1e-4, 3e-4)),
-        Cell(NORM, (), ("optimizer.update_ratio=0.001", "optimizer.update_ratio=0.003")),
-        Cell("LoGRA plain, momentum, redrawn every 20", (MOMENTUM, "optimizer.refresh=20"), like=KEPT),
-        Cell("LoGRA plain, momentum, redrawn every 5", (MOMENTUM, "optimizer.refresh=5"), like=KEPT),
-        Cell("LoGRA norm-preserving, momentum, never redrawn", (MOMENTUM, NEVER), like=NORM),
+        Cell(PLAIN, LONG, budgets(0.25, 1, 4)),
+        Cell(KEPT, (*LONG, MOMENTUM, NEVER), budgets(0.25, 1, 4)),
+        Cell(NORM, (), budgets(0.25, 1, 4)),
     ),
     # From AdamW to LoGRA, one difference at a time.
     (
         Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(5e-5, 1e-4)),
         Cell(ROW, (*ROW_ADAM, FREE), rates(5e-5, 1e-4)),
-        Cell("RowAdam, dense, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4)),
-        Cell("LoGRA plain, no KL control", (FREE,), rates(5e-5, 1e-4)),
+        Cell(f"{ROW}, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4)),
+        Cell(f"{PLAIN}, no KL control", (FREE,), rates(5e-5, 1e-4)),
         Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(5e-5, 1e-4)),
-        Cell("AdamW, KL control", ADAMW, rates(1e-4, 3e-4)),
+        Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.25, 1)),
     ),
     (
-        Cell("LoRA", ("optimizer.name=lora", FREE), rates(3e-4, 1e-3, 3e-3)),
-        Cell("GaLore", ("optimizer.name=galore", FREE), rates(1.2e-3, 4e-3, 1e-2)),
-        Cell("LoGRA plain, rank 4", ("optimizer.rank=4",), like=PLAIN),
-        Cell("LoGRA plain, rank 64", ("optimizer.rank=64",), like=PLAIN),
-        Cell(f"{KEPT}, rank 4", ("optimizer.rank=4", MOMENTUM, NEVER), like=KEPT),
-        Cell(f"{KEPT}, rank 64", ("optimizer.rank=64", MOMENTUM, NEVER), like=KEPT),
+        Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT),
+        Cell("LoGRA plain, momentum, redrawn every 5", (*LONG, MOMENTUM, "optimizer.refresh=5"), like=KEPT),
+        Cell(f"{KEPT}, rank 4", (*LONG, "optimizer.rank=4", MOMENTUM, NEVER), like=KEPT),
+        Cell(f"{KEPT}, rank 64", (*LONG, "optimizer.rank=64", MOMENTUM, NEVER), like=KEPT),
+        Cell("LoRA", ("optimizer.name=lora", FREE), rates(3e-4, 1e-3)),
+        Cell("GaLore", ("optimizer.name=galore", FREE), rates(1.2e-3, 4e-3)),
     ),
     (
-        Cell("LoGRA plain, redrawn every 5", ("optimizer.refresh=5",), like=PLAIN),
-        Cell("LoGRA plain, redrawn every 20", ("optimizer.refresh=20",), like=PLAIN),
-        Cell("LoGRA plain, never redrawn", (NEVER,), like=PLAIN),
-        Cell("LoGRA plain, gaussian", ("optimizer.distribution=gaussian",), like=PLAIN),
-        Cell("LoGRA plain, 4 x KL budget", ("kl.budget_start=8e-3", "kl.budget_end=8e-4"), like=PLAIN),
-        Cell("LoGRA plain, 1/4 KL budget", ("kl.budget_start=5e-4", "kl.budget_end=5e-5"), like=PLAIN),
+        Cell("LoGRA plain, redrawn every 5", (*LONG, "optimizer.refresh=5"), like=PLAIN),
+        Cell("LoGRA plain, redrawn every 20", (*LONG, "optimizer.refresh=20"), like=PLAIN),
+        Cell("LoGRA plain, never redrawn", (*LONG, NEVER), like=PLAIN),
+        Cell("LoGRA plain, gaussian", (*LONG, "optimizer.distribution=gaussian"), like=PLAIN),
+        Cell("LoGRA norm-preserving, momentum, never redrawn", (MOMENTUM, NEVER), like=NORM),
+    ),
+    (
+        Cell("LoGRA plain, rank 4", (*LONG, "optimizer.rank=4"), like=PLAIN),
+        Cell("LoGRA plain, rank 64", (*LONG, "optimizer.rank=64"), like=PLAIN),
     ),
 )
 CELLS = {cell.name: cell for block in BLOCKS for cell in block}
@@ -123,11 +129,12 @@ class Job:
         """Settings on the command line, without its folder."""
         settings = CELLS[self.cell].settings
         control = () if FREE in settings else CONTROLLED
-        return (*COMMON, *TASKS[self.task], *control, *settings, self.choice, f"seed={self.seed}")
+        return (*COMMON, *TASKS[self.task], *control, *settings, *self.choice.split(), f"seed={self.seed}")
 
     @property
     def folder(self) -> Path:
-        words = "-".join((self.task, self.cell, self.choice.partition(".")[2], f"seed {self.seed}"))
+        chosen = re.sub(r"[a-z]+\.", "", self.choice)
+        words = "-".join((self.task, self.cell, chosen, f"seed {self.seed}"))
         return Path(re.sub(r"[^\w.=]+", "-", words))
 
 

@@ -43,9 +43,14 @@ def against(values: Sequence[float], rivals: Sequence[float]) -> str:
 
 
 HEADS = (
-    "update", "step size", "seeds", "accuracy", f"minus {RIVAL} (pooled sd)", "sampled reward", "realised KL, 1e-4",
+    "update", "chosen", "seeds", "accuracy", f"minus {RIVAL} (pooled sd)", "sampled reward", "realised KL, 1e-4",
     "memory, MiB",
 )  # fmt: skip
+
+
+def short(choice: str) -> str:
+    """The values that were chosen: a rate, or the first and last budget."""
+    return " to ".join(setting.rpartition("=")[2] for setting in choice.split())
 
 
 def accuracies(task: str, cell: str, done: Done) -> list[float]:
@@ -66,7 +71,7 @@ def rows(task: str, done: Done) -> Iterator[Sequence[str]]:
         column = {key: [line[key] for line in lines if key in line] for key in lines[0]}
         yield (
             name,
-            job.choice.rpartition("=")[2],
+            short(job.choice),
             str(len(lines)),
             spread(column["accuracy"]),
             "" if name == RIVAL else against(column["accuracy"], rivals),
@@ -111,10 +116,10 @@ def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def tries(task: str, done: Done) -> Iterator[str]:
-    """A line per cell whose step size was chosen, or is being."""
+    """A line per cell whose step size or budget was chosen, or is being."""
     for cell in CELLS.values():
         found = [Job(task, cell.name, choice, TUNING) for choice in cell.tries]
-        found = [f"{job.choice.rpartition('=')[2]} {done[job]['accuracy']:.3f}" for job in found if job in done]
+        found = [f"{short(job.choice)}: {done[job]['accuracy']:.3f}" for job in found if job in done]
         if found:
             yield f"- {cell.name}: {', '.join(found)}"
 
@@ -137,11 +142,12 @@ def report() -> str:
 INTRODUCTION = f"""# Optimizers at equal rollouts
 
 Written by `python scripts/study.py table` from `docs/study/results.jsonl`, to which `python scripts/study.py run` adds
-a line per run, with its settings. Step sizes are chosen on seed {TUNING}; rows show mean ± sample standard deviation
-over others, {SEEDS[0]} to {SEEDS[-1]}. Accuracy is greedy, on 460 held-out questions, after 60 updates of 16 prompts x
-8 answers; the sampled reward is the mean of the last 10 updates. In brackets, a difference in standard deviations of a
-run, pooled over both sides. Realised KL: per token and update, the median over the run. Memory: the optimizer's state
-and the gradients or sketches it is given, float32, from shapes. LoGRA is of rank 16 where no other is named.
+a line per run, with its settings. Step sizes, or under KL control budgets, are chosen on seed {TUNING}; rows show mean
+± sample standard deviation over others, {SEEDS[0]} to {SEEDS[-1]}. Accuracy is greedy, on 460 held-out questions, after
+60 updates of 16 prompts x 8 answers; the sampled reward is the mean of the last 10 updates. In brackets, a difference in
+standard deviations of a run, pooled over both sides. Realised KL: per token and update, the median over the run. Memory:
+the optimizer's state and the gradients or sketches it is given, float32, from shapes. LoGRA is of rank 16 where no other
+is named.
 
 The models have 1.1 M parameters. `multiply` is the demo (588*6=); `add` (47+85+36=) starts like it, with two ways of
 answering, and `sort` (384712559=) with one way that was not practised enough: `python scripts/make_study.py add --out
