@@ -141,13 +141,13 @@ def report() -> str:
 
 INTRODUCTION = f"""# Optimizers at equal rollouts
 
-Written by `python scripts/study.py table` from `docs/study/results.jsonl`, to which `python scripts/study.py run` adds
-a line per run, with its settings. Step sizes, or under KL control budgets, are chosen on seed {TUNING}; rows show mean
-± sample standard deviation over others, {SEEDS[0]} to {SEEDS[-1]}. Accuracy is greedy, on 460 held-out questions, after
-60 updates of 16 prompts x 8 answers; the sampled reward is the mean of the last 10 updates. In brackets, a difference in
-standard deviations of a run, pooled over both sides. Realised KL: per token and update, the median over the run. Memory:
-the optimizer's state and the gradients or sketches it is given, float32, from shapes. LoGRA is of rank 16 where no other
-is named.
+Written by `python scripts/study.py table` from `docs/study/results.jsonl`, to which `python scripts/study.py run`
+adds a line per run, with its settings. Step sizes, or under KL control budgets, are chosen on seed {TUNING}; rows
+show mean ± sample standard deviation over others, {SEEDS[0]} to {SEEDS[-1]}. Accuracy is greedy, on 460 held-out
+questions, after 60 updates of 16 prompts x 8 answers; the sampled reward is the mean of the last 10 updates. In
+brackets, a difference in standard deviations of a run, pooled over both sides. Realised KL: per token and update, the
+median over the run. Memory: the optimizer's state and the gradients or sketches it is given, float32, from shapes.
+LoGRA is of rank 16 where no other is named.
 
 The models have 1.1 M parameters. `multiply` is the demo (588*6=); `add` (47+85+36=) starts like it, with two ways of
 answering, and `sort` (384712559=) with one way that was not practised enough: `python scripts/make_study.py add --out
