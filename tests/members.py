@@ -39,7 +39,7 @@ def starting() -> Iterator[Callable[..., list[subprocess.Popen]]]:
                 text=True,
                 env=os.environ
                 | variables(f"localhost:{port}", "2", str(number))
-                | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+                | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"},
             )
             for number in range(count)
         ]

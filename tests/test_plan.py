@@ -30,7 +30,7 @@ PROMPT, ANSWER, ROWS, RANK = 6, 10, 8, 8
 
 @pytest.fixture
 def settings(fixtures, command_settings):
-    """Settings of a tiny plan; `command_settings` has programs compiled without much optimisation."""
+    """Settings of a tiny plan; `command_settings` has programs compiled once."""
     return [
         f"model.path={fixtures / 'tiny-qwen2-tied'}",
         "model.compute_dtype=bfloat16",

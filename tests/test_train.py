@@ -274,8 +274,8 @@ def test_answers_that_share_rows_teach_the_same(base):
         assert 0 <= shared["padding/share"] <= separate["padding/share"]
         for name in separate.keys() - {"padding/share", "tokens/s"}:
             if not name.startswith("time/"):
-                # The mismatch is what is left of two log-probabilities of 2 to 4, each rounded to 2^-22.
-                atol = 2**-21 if name == "kl/mismatch" else 1e-7
+                # These are what is left of two log-probabilities of 2 to 4, each rounded to 2^-22.
+                atol = 2**-21 if name in ("kl/mismatch", "importance/deviation", "importance/max_deviation") else 1e-7
                 np.testing.assert_allclose(shared[name], separate[name], rtol=1e-3, atol=atol, err_msg=name)
 
 
@@ -304,9 +304,8 @@ def test_hybrid_models_learn_the_same_in_packed_rows_on_four_devices(base, fixtu
     assert train.main([*argv, "out=packed", "loss.token_budget=44", "mesh.fsdp=2", "mesh.tensor=2"]) == 0
     for plain, packed in zip(*(read_rows(f"{out}/metrics.jsonl") for out in ("plain", "packed")), strict=True):
         assert plain["grad/norm"] > 0
-        # The sampler's log-probabilities are the trainer's.
-        assert 0 < plain["importance/deviation"] < plain["importance/max_deviation"] < 1e-4
-        assert plain["importance/max_deviation"] == pytest.approx(packed["importance/max_deviation"], abs=1e-5)
+        for row in (plain, packed):  # the sampler's log-probabilities are the trainer's, but for rounding
+            assert 0 < row["importance/deviation"] < row["importance/max_deviation"] < 1e-4
         assert abs(plain["kl/predicted"] / plain["kl/budget"] - 1) < 1e-3
         for name in ("grad/norm", "kl/alpha", "kl/predicted", "kl/realized", "loss", "entropy", "response/length"):
             np.testing.assert_allclose(packed[name], plain[name], rtol=1e-3, atol=1e-6, err_msg=name)

@@ -101,9 +101,7 @@ def sample_on(mesh, model, params, requests, **options):
     sampler = make_sampler(model.replace(mesh=mesh, scan_unroll=1), **options)
     arguments = jax.device_put(params, places), *jax.device_put(requests[0], batch_sharding(mesh))
     numbers = np.asarray([SEED, UPDATE], np.uint32)
-    # Compiled quickly: what lies where is decided all the same.
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    program = _generate.lower(sampler, *arguments, numbers, N, requests[1]).compile(options)
+    program = _generate.lower(sampler, *arguments, numbers, N, requests[1]).compile()
     return program(*arguments, numbers, requests[1]), gathered_in_loops(program.as_text())
 
 

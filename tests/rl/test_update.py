@@ -22,8 +22,6 @@ from logra_jax.rl.update import TrainState, make_update
 
 PROMPT, NEW, VOCAB, ROWS, RANK, SEED, TEMPERATURE = 5, 7, 30, 8, 4, 3, 0.8
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
 
 @pytest.fixture(scope="module")
 def model():

@@ -21,9 +21,6 @@ PROMPT, NEW, VOCAB, ROWS = 5, 7, 30, 8
 EVERYTHING = LossSettings("sequence", "sequence", clip_low=0.05, clip_high=0.05, importance_cap=1.2, reference_kl=0.3)
 
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-
-
 @pytest.fixture(scope="module")
 def policy():
     return Policy(

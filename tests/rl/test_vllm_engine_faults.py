@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from stands import WIDTH, Stand, advance, make_engine
