@@ -25,6 +25,7 @@ from logra_jax.rl.rollout import Sampler
 from logra_jax.rl.shared_grading import SharedGrader
 from logra_jax.rl.tasks import TASK, is_mixture
 from logra_jax.rl.update import TrainState, make_update
+from logra_jax.settings import LOW_RANK
 
 
 def check_files(config: Config, *, trains: bool) -> None:
@@ -173,7 +174,7 @@ def make_spec(config: Config, model: CausalLM) -> optim.SketchSpec:
     settings = config.optimizer
     targets = {} if settings.targets is None else {"targets": settings.targets}
     spec = optim.SketchSpec(
-        rank=1 if settings.name == "adamw" else settings.rank,  # nothing is of low rank there
+        rank=settings.rank if settings.name in LOW_RANK else 1,  # nothing is of low rank there
         seed=settings.sketch_seed,
         distribution=settings.distribution,
         refresh=settings.refresh,
@@ -232,11 +233,15 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
         rate = schedule if rate is None else rate
         dense = optim.in_float32(optax.adamw(rate, **moments, weight_decay=settings.weight_decay))
     if settings.name != "logra":
-        b1 = 0.9 if settings.b1 is None else settings.b1
+        b1 = settings.b1 if settings.b1 is not None else 0.0 if settings.name == "row_adam" else 0.9
         numbers = {"b1": b1, "b2": settings.b2, "eps": settings.eps, "weight_decay": settings.weight_decay}
         if settings.name == "galore":
             interval, scale = settings.projection_interval, settings.galore_scale
             tx = optim.stacked_galore(spec, schedule, interval=interval, scale=scale, dense=dense, **numbers)
+        elif settings.name == "row_adam":
+            scale = optim.scale_by_row_adam(b2=settings.b2, eps=settings.eps, b1=b1)
+            decay = optax.add_decayed_weights(settings.weight_decay)
+            tx = optim.in_float32(optax.chain(scale, decay, optax.scale_by_learning_rate(schedule)))
         else:
             tx = optim.in_float32(optax.adamw(schedule, **numbers))
         link = optax.identity() if budget is None else optim.scale_by_predicted_kl(budget, kl.alpha_max)

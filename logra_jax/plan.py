@@ -21,6 +21,7 @@ from logra_jax import cli
 from logra_jax.config import Config, load_config, resolve_path
 from logra_jax.errors import UserError
 from logra_jax.gpus import GIB, GPUS, Target, find_gpu
+from logra_jax.settings import LOW_RANK
 
 if TYPE_CHECKING:
     from logra_jax.footprint import Footprint
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     plans: dict[str, Plan] = {}
     sampled: dict[int, int] = {}
-    for name in OPTIMIZERS:
+    for name in dict.fromkeys((*OPTIMIZERS, config.optimizer.name)):
         print(f"compiling {name} ...", file=sys.stderr, flush=True)
         # Sampling is one program whatever trains the weights, unless they have adapters.
         plans[name] = plan(footprint.with_optimizer(config, name), {} if name == "lora" else sampled)
@@ -311,7 +312,7 @@ def remedies(name: str, part: str | None, config: Config, count: int) -> str:
             changes.append(f"set model.remat={'offload' if remat == 'full' else 'full'}")
         if part is not None:
             changes.append(f"lower rollout.max_new_tokens={config.rollout.max_new_tokens}")
-        if name != "adamw":
+        if name in LOW_RANK:
             changes.append(f"lower optimizer.rank={config.optimizer.rank}")
     if part in ("weights", None) and config.model.param_dtype == "float32":
         changes.append("set model.param_dtype=bfloat16")

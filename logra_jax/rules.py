@@ -239,9 +239,15 @@ def _check_optimizer(config: Config) -> None:
     optimizer = config.optimizer
     ratio, rate = optimizer.update_ratio, optimizer.learning_rate
     if optimizer.name != "logra" and rate is None:
-        usual = {"adamw": "1e-6 in the paper", "galore": "a few times that of adamw", "lora": "1e-5 to 3e-4"}
+        usual = {"adamw": "1e-6 in the paper", "row_adam": "as for adamw", "lora": "1e-5 to 3e-4"}
+        usual["galore"] = "a few times that of adamw"
         raise UserError(
             f"optimizer.learning_rate is required for optimizer.name={optimizer.name} ({usual[optimizer.name]})"
+        )
+    if optimizer.name in ("lora", "row_adam") and optimizer.others != "frozen":
+        raise UserError(
+            f"optimizer.others={optimizer.others} cannot go with optimizer.name={optimizer.name}, which trains "
+            "its targets alone: leave it out, or use another optimizer"
         )
     if optimizer.name == "lora":
         _check_lora(config)
@@ -272,11 +278,6 @@ def _check_optimizer(config: Config) -> None:
 
 
 def _check_lora(config: Config) -> None:
-    if config.optimizer.others != "frozen":
-        raise UserError(
-            f"optimizer.others={config.optimizer.others} cannot go with optimizer.name=lora, which trains adapters "
-            "alone: leave it out, or use another optimizer"
-        )
     if config.model.param_dtype != "float32":
         raise UserError(
             f"model.param_dtype={config.model.param_dtype} cannot go with optimizer.name=lora: adapters are float32, "

@@ -29,6 +29,7 @@ from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.tokenizer import decode, load_tokenizer
 from logra_jax.rl.update import TrainState
 from logra_jax.rl.vllm_engine import VllmEngine
+from logra_jax.settings import LOW_RANK
 
 Tree = Any
 
@@ -372,7 +373,7 @@ class Run(Evaluator):
     def _kinds(self) -> dict[str, list[int]]:
         """Numbers in each parameter, by what is done with it."""
         name, kinds = self.config.optimizer.name, dict[str, list[int]]()
-        targets = {"logra": "sketched", "galore": "projected", "adamw": "dense", "lora": "frozen"}[name]
+        targets = {"logra": "sketched", "galore": "projected", "lora": "frozen"}.get(name, "dense")
         if name == "lora":
             kinds["in adapters"] = [leaf.size for leaf in jax.tree.leaves(self._split(self.shapes)[0])]
         for _, kind, _, size in self.spec.summary(self.model.abstract_params(), build.densely_trained(self.config)):
@@ -386,7 +387,7 @@ class Run(Evaluator):
         step = f"ratio {settings.update_ratio}" if settings.update_ratio else f"learning rate {settings.learning_rate}"
         kl = config.kl
         control = f"KL budget {kl.budget_start} to {kl.budget_end}" if kl.control else "no KL control"
-        rank = "" if settings.name == "adamw" else f" rank {settings.rank}"
+        rank = f" rank {settings.rank}" if settings.name in LOW_RANK else ""
         rollout, prompts = config.rollout, self.prompts
         return (
             f"{super().summary()}\n"

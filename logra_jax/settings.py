@@ -23,7 +23,8 @@ def _f(default: Any, help: str, within: str | None = None, only: str = "") -> An
 
 
 # Where the settings of an optimizer, of the KL control and of the evaluation have an effect.
-_LOGRA, _GALORE, _LORA = (f"optimizer.name={name}" for name in ("logra", "galore", "lora"))
+LOW_RANK = ("logra", "galore", "lora")  # optimizers with a rank
+_LOGRA, _GALORE, _LORA = (f"optimizer.name={name}" for name in LOW_RANK)
 _CONTROL, _CHECK, _EVAL = "kl.control=true", "kl.check_every!=0", "data.eval!=null"
 _RANDOM = "eval.temperature!=0"
 _VLLM = "rollout.engine=vllm"
@@ -261,10 +262,10 @@ class Loss:
 class Optimizer:
     """The update rule. Give update_ratio or learning_rate."""
 
-    name: Literal["logra", "adamw", "galore", "lora"] = _f(
+    name: Literal["logra", "adamw", "row_adam", "galore", "lora"] = _f(
         "logra",
-        "gradient sketches with RowAdam, dense AdamW, AdamW on dense gradients projected to a low rank, or AdamW on "
-        "low-rank adapters beside frozen weights, which the export adds up",
+        "gradient sketches with RowAdam; dense AdamW; RowAdam on dense gradients; AdamW on dense gradients projected "
+        "to a low rank; or AdamW on low-rank adapters beside frozen weights, which the export adds up",
     )
     rank: int = _f(256, "rank of sketches, projections and adapters", "[1, inf)", f"{_LOGRA},galore,lora")
     sketch_seed: int = _f(
@@ -287,7 +288,9 @@ class Optimizer:
         None, "norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no", only=_LOGRA
     )
     b1: float | None = _f(
-        None, "decay of the first moment; null: 0 for logra (needs refresh other than 1), else 0.9", "[0, 1)"
+        None,
+        "decay of the first moment; null: 0 for row_adam and logra (needs refresh other than 1), else 0.9",
+        "[0, 1)",
     )
     b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
     eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")

@@ -4,10 +4,11 @@
     python scripts/study.py run --until 23:00           goes on with it; --only REGEX for a part
     python scripts/study.py table                       docs/study.md from the results
 
-A cell is a way to update. Where it has a step size to choose, all of its tries run on seed TUNING, and the one that
-ends best (held-out accuracy, then sampled reward) runs on SEEDS, which are others; a cell that is `like` another takes
-the choice made there. Every run is `python -m logra_jax.train` in a folder of its own, and goes on where it was stopped
-or killed; a finished one is a line of docs/study/results.jsonl and does not run again. Two `run`s share the work.
+A cell is a way to update. Where it has a step size or a KL budget to choose, all of its tries run on seed TUNING, and
+the one that ends best (held-out accuracy, then sampled reward) runs on SEEDS, which are others; a cell that is `like`
+another takes the choice made there. Every run is `python -m logra_jax.train` in a folder of its own, and goes on where
+it was stopped or killed; a finished one is a line of docs/study/results.jsonl and does not run again. Two `run`s share
+the work.
 """
 
 from __future__ import annotations
@@ -34,19 +35,26 @@ RESULTS, REPORT = ROOT / "docs/study/results.jsonl", ROOT / "docs/study.md"
 TUNING, SEEDS = 100, (1, 2, 3)
 START_S = 30  # seconds of a run outside of its updates, an estimate
 
-# What all runs of a task have in common.
-QUIET = ("eval.every=0", "checkpoint.every=20", "checkpoint.keep=1", "checkpoint.keep_best=false", "log.samples=0")
-QUIET += ("log.tensorboard=false", "log.progress=false")
-# The mixture starts from `python scripts/make_tiny.py --out out/tiny`.
-TASKS: Mapping[str, tuple[str, ...]] = {
-    "multiply": ("--config", "configs/demo.yaml"),
-    "mixture": ("--config", "configs/tiny_reasoning.yaml", "steps=150", "kl.budget_steps=150"),
-}
+# What all runs have in common, and what those under KL control have.
+COMMON = ("--config", "configs/demo.yaml", "rollout.prompts=16", "steps=60")
+COMMON += ("eval.every=0", "checkpoint.every=20", "checkpoint.keep=1", "checkpoint.keep_best=false")
+COMMON += ("log.samples=0", "log.tensorboard=false", "log.progress=false")
+CONTROLLED, FREE = ("kl.budget_steps=60",), "kl.control=false"
+
+
+def made(task: str, prompt: int, answer: int) -> tuple[str, ...]:
+    """Settings of a task of scripts/make_study.py, with the most tokens of its prompts and answers."""
+    here = f"out/study/{task}"
+    files = (f"model.path={here}/model", f"data.train={here}/train.jsonl", f"data.eval={here}/heldout.jsonl")
+    return (*files, f"data.max_prompt_length={prompt}", f"rollout.max_new_tokens={answer}")
+
+
+TASKS: Mapping[str, tuple[str, ...]] = {"multiply": (), "add": made("add", 9, 24), "sort": made("sort", 10, 11)}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A way to update: its settings, and the tries among which its step size is chosen, or whose choice it takes."""
+    """A way to update: its settings, and tries for its step size or KL budget, or the cell whose choice it takes."""
 
     name: str
     settings: tuple[str, ...]
@@ -58,35 +66,52 @@ def rates(*values: float) -> tuple[str, ...]:
     return tuple(f"optimizer.learning_rate={value:g}" for value in values)
 
 
-RIVAL, PLAIN, KEPT = "AdamW", "LoGRA plain", "LoGRA momentum, redrawn every 20"
-ADAMW = ("optimizer.name=adamw", "kl.control=false")
-MOMENTUM = ("optimizer.b1=0.9",)
+def budgets(*factors: float) -> tuple[str, ...]:
+    """The demo's KL budget, times these: under KL control it decides how far a step goes, not its size before that."""
+    return tuple(f"kl.budget_start={2e-3 * factor:g} kl.budget_end={2e-4 * factor:g}" for factor in factors)
+
+
+RIVAL, PLAIN, KEPT = "AdamW", "LoGRA plain", "LoGRA plain, momentum, never redrawn"
+NORM, ROW = "LoGRA norm-preserving", "RowAdam, dense"
+ADAMW, ROW_ADAM, LONG = ("optimizer.name=adamw",), ("optimizer.name=row_adam",), rates(3e-4)
+MOMENTUM, NEVER = "optimizer.b1=0.9", "optimizer.refresh=0"
 # Blocks are run one after the other, and within a block all tuning, then seed by seed.
 BLOCKS: tuple[tuple[Cell, ...], ...] = (
     (
-        Cell(RIVAL, ADAMW, rates(5e-5, 1e-4, 2e-4)),
-        Cell(PLAIN, (), rates(1e-4, 3e-4, 1e-3)),
-        Cell(KEPT, (*MOMENTUM, "optimizer.refresh=20"), rates(1e-4, 3e-4, 1e-3)),
-        Cell("LoGRA norm-preserving", (), ("optimizer.update_ratio=0.001", "optimizer.update_ratio=0.003")),
-        Cell("LoGRA momentum, never redrawn", (*MOMENTUM, "optimizer.refresh=0"), like=KEPT),
-        Cell("LoGRA momentum, redrawn every 5", (*MOMENTUM, "optimizer.refresh=5"), like=KEPT),
+        Cell(RIVAL, (*ADAMW, FREE), rates(5e-5, 1e-4, 2e-4)),
+        Cell(PLAIN, LONG, budgets(0.25, 1, 4)),
+        Cell(KEPT, (*LONG, MOMENTUM, NEVER), budgets(0.25, 1, 4)),
+        Cell(NORM, (), budgets(0.25, 1, 4)),
+    ),
+    # From AdamW to LoGRA, one difference at a time.
+    (
+        Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(5e-5, 1e-4)),
+        Cell(ROW, (*ROW_ADAM, FREE), rates(5e-5, 1e-4)),
+        Cell(f"{ROW}, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4)),
+        Cell(f"{PLAIN}, no KL control", (FREE,), rates(5e-5, 1e-4)),
+        Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(5e-5, 1e-4)),
+        Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.25, 1)),
     ),
     (
-        Cell("LoGRA plain, no KL control", ("kl.control=false",), rates(5e-5, 1e-4, 2e-4)),
-        Cell("AdamW, KL control", ("optimizer.name=adamw",), rates(1e-4, 3e-4)),
-        Cell("AdamW, b1 0", (*ADAMW, "optimizer.b1=0"), rates(5e-5, 1e-4)),
-        Cell("LoRA", ("optimizer.name=lora", "kl.control=false"), rates(5e-4, 1e-3, 2e-3)),
-        Cell("GaLore", ("optimizer.name=galore", "kl.control=false"), rates(1.2e-3, 4e-3, 1e-2)),
+        Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT),
+        Cell("LoGRA plain, momentum, redrawn every 5", (*LONG, MOMENTUM, "optimizer.refresh=5"), like=KEPT),
+        Cell(f"{KEPT}, rank 4", (*LONG, "optimizer.rank=4", MOMENTUM, NEVER), like=KEPT),
+        Cell(f"{KEPT}, rank 64", (*LONG, "optimizer.rank=64", MOMENTUM, NEVER), like=KEPT),
+        Cell("LoRA", ("optimizer.name=lora", FREE), rates(3e-4, 1e-3)),
+        Cell("GaLore", ("optimizer.name=galore", FREE), rates(1.2e-3, 4e-3)),
     ),
     (
-        Cell("LoGRA plain, kept for 5", ("optimizer.refresh=5",), like=PLAIN),
-        Cell("LoGRA plain, kept for 20", ("optimizer.refresh=20",), like=PLAIN),
-        Cell("LoGRA plain, never redrawn", ("optimizer.refresh=0",), like=PLAIN),
-        Cell("LoGRA plain, gaussian", ("optimizer.distribution=gaussian",), like=PLAIN),
-        Cell("LoGRA plain, rank 4", ("optimizer.rank=4",), like=PLAIN),
-        Cell("LoGRA plain, rank 64", ("optimizer.rank=64",), like=PLAIN),
+        Cell("LoGRA plain, redrawn every 5", (*LONG, "optimizer.refresh=5"), like=PLAIN),
+        Cell("LoGRA plain, redrawn every 20", (*LONG, "optimizer.refresh=20"), like=PLAIN),
+        Cell("LoGRA plain, never redrawn", (*LONG, NEVER), like=PLAIN),
+        Cell("LoGRA plain, gaussian", (*LONG, "optimizer.distribution=gaussian"), like=PLAIN),
+        Cell("LoGRA norm-preserving, momentum, never redrawn", (MOMENTUM, NEVER), like=NORM),
     ),
-)  # fmt: skip
+    (
+        Cell("LoGRA plain, rank 4", (*LONG, "optimizer.rank=4"), like=PLAIN),
+        Cell("LoGRA plain, rank 64", (*LONG, "optimizer.rank=64"), like=PLAIN),
+    ),
+)
 CELLS = {cell.name: cell for block in BLOCKS for cell in block}
 
 
@@ -102,12 +127,14 @@ class Job:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Settings on the command line, without its folder."""
-        chosen = (self.choice,) if self.choice else ()
-        return (*TASKS[self.task], *QUIET, *CELLS[self.cell].settings, *chosen, f"seed={self.seed}")
+        settings = CELLS[self.cell].settings
+        control = () if FREE in settings else CONTROLLED
+        return (*COMMON, *TASKS[self.task], *control, *settings, *self.choice.split(), f"seed={self.seed}")
 
     @property
     def folder(self) -> Path:
-        words = "-".join((self.task, self.cell, self.choice.partition(".")[2], f"seed {self.seed}"))
+        chosen = re.sub(r"[a-z]+\.", "", self.choice)
+        words = "-".join((self.task, self.cell, chosen, f"seed {self.seed}"))
         return Path(re.sub(r"[^\w.=]+", "-", words))
 
 
@@ -175,18 +202,14 @@ def start(arguments: Sequence[str], folder: Path, lock: int) -> subprocess.Popen
 
 
 def figures(folder: Path) -> dict[str, float]:
-    """What the table is made of. Accuracy is the mean over tasks where there are several."""
+    """What the table is made of."""
     from logra_jax.compare import read_run
 
     run = read_run(folder)
     found = run.figures(())
-    for name, index in (("accuracy before", 0), ("accuracy", -1)):
-        if curve := list(run.curve("eval/macro_accuracy").values()):
-            found[name] = curve[index]
     if realized := list(run.curve("kl/realized").values()):
         found["realised KL"] = statistics.median(realized)
-    times = {name: list(run.curve(f"time/{name}_s").values()) for name in ("rollout", "reward", "update")}
-    found["update s"], found["seconds"] = statistics.median(times["update"]), sum(map(sum, times.values()))
+    found["seconds"] = sum(sum(run.curve(f"time/{name}_s").values()) for name in ("rollout", "reward", "update"))
     return {key: float(f"{value:.6g}") for key, value in found.items()}
 
 
@@ -247,105 +270,6 @@ def show() -> None:
         print(f"{left * (median + START_S) / 3600:.1f} hours")
 
 
-def optimizer_mib(job: Job) -> float:
-    """MiB of the optimizer's state and of the gradients or sketches it is given, from shapes."""
-    import jax
-
-    from logra_jax import build, footprint
-    from logra_jax.config import load_config
-
-    config = load_config(job.arguments[1], job.arguments[2:])
-    shape = build.read_model_config(config)
-    parts = footprint.Parts(config, shape, shape.vocab_size, jax.devices("cpu")[:1])
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.state.opt_state))
-    return (state + parts.gradients()) / 2**20
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and sample standard deviation."""
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{deviation}"
-
-
-def against(values: Sequence[float], rivals: Sequence[float]) -> str:
-    """Difference of the means and, in brackets, how many pooled standard deviations of a run that is."""
-    if len(values) < 2 or len(rivals) < 2:
-        return ""
-    difference = statistics.fmean(values) - statistics.fmean(rivals)
-    freedom = len(values) + len(rivals) - 2
-    squares = sum((len(v) - 1) * statistics.variance(v) for v in (values, rivals))
-    pooled = (squares / freedom) ** 0.5
-    return f"{difference:+.3f} ({difference / pooled:+.1f})" if pooled else f"{difference:+.3f}"
-
-
-HEADS = (
-    "update", "step size", "seeds", "accuracy", f"minus {RIVAL} (pooled sd)", "sampled reward", "realised KL, 1e-4",
-    "memory, MiB", "update, ms",
-)  # fmt: skip
-
-
-def rows(task: str, done: Mapping[Job, Mapping[str, Any]]) -> Iterator[Sequence[str]]:
-    """A row per cell that has a run on a reported seed."""
-    found = {job.cell: job for job in done if job.task == task and job.seed in SEEDS}
-    lines = {
-        name: [line for job, line in done.items() if (job.task, job.cell) == (task, name) and job.seed in SEEDS]
-        for name in CELLS
-    }
-    rivals = [line["accuracy"] for line in lines[RIVAL]]
-    for name, job in sorted(found.items(), key=lambda item: list(CELLS).index(item[0])):
-        column = {key: [line[key] for line in lines[name] if key in line] for key in lines[name][0]}
-        yield (
-            name,
-            job.choice.rpartition("=")[2],
-            str(len(lines[name])),
-            spread(column["accuracy"]),
-            "" if name == RIVAL else against(column["accuracy"], rivals),
-            spread(column["sampled reward"], 2),
-            f"{1e4 * statistics.fmean(column['realised KL']):.2f}" if column.get("realised KL") else "",
-            f"{optimizer_mib(job):.2f}",
-            f"{1e3 * statistics.median(column['update s']):.0f}",
-        )
-
-
-def tries(task: str, done: Mapping[Job, Mapping[str, Any]]) -> Iterator[str]:
-    """A line per cell whose step size was chosen, or is being."""
-    for cell in CELLS.values():
-        found = [Job(task, cell.name, choice, TUNING) for choice in cell.tries]
-        found = [f"{job.choice.rpartition('=')[2]} {done[job]['accuracy']:.3f}" for job in found if job in done]
-        if found:
-            yield f"- {cell.name}: {', '.join(found)}"
-
-
-def report() -> str:
-    """Markdown from the results: for every task a table, and what the step sizes were chosen from."""
-    done = read_results()
-    text = [INTRODUCTION]
-    for task in TASKS:
-        found = list(rows(task, done))
-        if not found:
-            continue
-        starts = {(line["model"], line["accuracy before"]) for job, line in done.items() if job.task == task}
-        text += [
-            f"## {task}: from " + ", ".join(f"{before:.3f} (model {digest})" for digest, before in sorted(starts)),
-            "",
-        ]
-        text += [f"| {' | '.join(row)} |" for row in (HEADS, ["---"] * len(HEADS), *found)]
-        text += ["", f"Held-out accuracy of the tries on seed {TUNING}:", "", *tries(task, done), ""]
-    return "\n".join(text)
-
-
-INTRODUCTION = f"""# Optimizers at equal rollouts
-
-Written by `python scripts/study.py table` from `docs/study/results.jsonl`, to which `python scripts/study.py run` adds
-a line per run, with its settings. Step sizes are chosen on seed {TUNING}; rows show mean ± sample standard deviation
-over others, {SEEDS[0]} to {SEEDS[-1]}. Accuracy is greedy, on held-out questions, after the last update (of a mixture,
-the mean of its tasks'); the sampled reward is the mean of the last 10 updates. In brackets, the difference from {RIVAL}
-in standard deviations of a run, pooled over both. Realised KL: per token and update, the median over the run. Update
-memory: the optimizer's state and the gradients or sketches it is given, float32, from shapes. Times are those of a
-shared machine.
-"""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Which optimizer gets furthest with the same rollouts.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -359,6 +283,8 @@ def main() -> None:
     if asked.command == "list":
         show()
     elif asked.command == "table":
+        from study_tables import report
+
         REPORT.write_text(report(), encoding="utf-8")
     else:
         run(asked.only, moment(asked.until) if asked.until else float("inf"), asked.folder)

@@ -49,7 +49,7 @@ TOGETHER = [
     (["optimizer.name=adamw"], ["optimizer.learning_rate is required", "adamw"]),
     (["optimizer.name=lora", "optimizer.update_ratio=null"], ["optimizer.learning_rate is required", "lora"]),
     ([*LORA, "optimizer.update_ratio=1e-3"], ["optimizer.update_ratio=0.001", "no effect with optimizer.name=lora"]),
-    ([*LORA, "optimizer.others=adamw"], ["optimizer.others=adamw", "adapters alone"]),
+    ([*LORA, "optimizer.others=adamw"], ["optimizer.others=adamw", "targets alone"]),
     ([*LORA, "optimizer.others_learning_rate=1e-6"], ["no effect", "optimizer.name=lora"]),
     ([*LORA, "model.param_dtype=bfloat16"], ["model.param_dtype=bfloat16", "adapters are float32"]),
     (["optimizer.lora_alpha=16"], ["optimizer.lora_alpha=16", "no effect with optimizer.name=logra"]),
@@ -114,6 +114,7 @@ ANY = {"b2=0.9", "eps=1e-6", "weight_decay=0.1", "max_grad_norm=1", "warmup=2", 
 OF = {
     "logra": {"rank=8", "sketch_seed=1", "distribution=gaussian", "refresh=0", "preserve_norm=false", "others=adamw"},
     "adamw": {"others=adamw"},
+    "row_adam": set(),
     "galore": {"rank=8", "projection_interval=10", "galore_scale=1", "others=adamw"},
     "lora": {"rank=8", "sketch_seed=1", "lora_alpha=16"},
 }
@@ -217,7 +218,7 @@ def test_a_file_may_not_contradict_itself(write):
 
 
 def test_commands_of_the_readme_start_from_the_demo():
-    for name in ("adamw", "lora", "galore"):
+    for name in ("adamw", "row_adam", "lora", "galore"):
         more = ["kl.control=false", "kl.check_every=0"]
         config = load_config(None, [f"optimizer.name={name}", "optimizer.learning_rate=1e-4", *more])
-        assert config.optimizer.rank == (256 if name == "adamw" else 16)
+        assert config.optimizer.rank == (16 if name in ("lora", "galore") else 256)

@@ -76,7 +76,7 @@ def test_every_run_once_and_step_sizes_from_another_seed(study, monkeypatch, tmp
     assert {line["seconds"] for line in done.values()} == {9.0}
     study.run("", float("inf"), tmp_path / "runs")
     assert len(started) == 6
-    monkeypatch.setattr(study, "QUIET", (*study.QUIET, "steps=3"))  # other settings are other runs
+    monkeypatch.setattr(study, "COMMON", (*study.COMMON, "steps=3"))  # other settings are other runs
     assert not study.read_results()
 
 
@@ -87,10 +87,12 @@ def test_no_run_is_started_that_would_be_late(study, monkeypatch, tmp_path):
 
 
 def test_difference_in_pooled_deviations(study):
+    import study_tables
+
     mine, theirs = [0.80, 0.84], [0.85, 0.87, 0.92]
     squares = 2 * 0.02**2 + 0.03**2 + 0.01**2 + 0.04**2
-    assert study.against(mine, theirs) == f"-0.060 ({-0.06 / (squares / 3) ** 0.5:+.1f})"
-    assert study.against(mine, theirs[:1]) == ""
+    assert study_tables.against(mine, theirs) == f"-0.060 ({-0.06 / (squares / 3) ** 0.5:+.1f})"
+    assert study_tables.against(mine, theirs[:1]) == ""
 
 
 def test_held_out_accuracy_is_the_mean_of_tasks_where_there_are_any(long_run):

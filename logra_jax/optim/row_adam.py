@@ -46,7 +46,7 @@ def scale_by_row_adam(
 
     v belongs to output rows, so it outlives the redraw of a projection. With b1 the numerator S becomes
     M <- b1 M + (1 - b1) S, divided by 1 - b1^n, n counted since the projection was drawn; M starts anew
-    with it.
+    with it. Dense gradients may take the place of sketches, r is k then; without a spec momentum never starts anew.
 
     Sums are scaled so that sketches of any size that float32 holds, dead rows and zero sketches give finite
     results; a zero sketch gives exactly zero. A leaf with fewer than two axes is treated entry by entry.
@@ -55,14 +55,12 @@ def scale_by_row_adam(
       b2, eps, b1: numbers, or float32 scalars from `optax.inject_hyperparams`. There, keep b1 = 0 a static
         argument.
       preserve_norm: the norm-preserving form.
-      spec: needed with b1 > 0 (for `refresh`), and for targets whose matrix is not the last two axes.
+      spec: needed for sketches with b1 > 0 (for `refresh`), and for targets whose matrix is not the last two axes.
 
     Raises:
-      UserError: b1 without a spec, or updates of another shape than `init` expected.
+      UserError: updates of another shape than `init` expected: sketches with b1 and without a spec are.
     """
-    if spec is None and isinstance(b1, int | float) and b1 != 0:
-        raise UserError("scale_by_row_adam: b1 > 0 needs spec=, the momentum starts anew when a projection is redrawn")
-    with_momentum = spec is not None and not (isinstance(b1, int | float) and b1 == 0)
+    with_momentum = not (isinstance(b1, int | float) and b1 == 0)
 
     def init_fn(params: Any) -> RowAdamState:
         matrices = {} if spec is None else spec.matrices(params)
@@ -74,8 +72,8 @@ def scale_by_row_adam(
 
         rms = map_leaves(lambda m, leaf: jnp.zeros(row_shape(m, leaf), jnp.float32), matrices, params)
         momentum = None
-        if with_momentum and spec is not None:
-            like = sketch_zeros(params, matrices, spec.rank)
+        if with_momentum:
+            like = params if spec is None else sketch_zeros(params, matrices, spec.rank)
             momentum = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
         return RowAdamState(jnp.zeros((), jnp.int32), rms, momentum)
 
@@ -86,8 +84,9 @@ def scale_by_row_adam(
         rms = jax.tree.map(lambda s, old: _row_rms(s, old, b2), sketches, state.rms)
         debias = jnp.sqrt(1 - jnp.power(jnp.float32(b2), count.astype(jnp.float32)))
         momentum, numerator = None, sketches
-        if with_momentum and spec is not None:
-            age = state.count if spec.refresh == 0 else state.count % spec.refresh
+        if with_momentum:
+            age = state.count % spec.refresh if spec is not None and spec.refresh else state.count
+            jax.tree.map(_check_momentum, sketches, state.momentum)
             keep = jnp.where(age == 0, 0.0, b1).astype(jnp.float32)
             momentum = jax.tree.map(lambda m, s: keep * m + jnp.float32(1 - b1) * s, state.momentum, sketches)
             scale = 1 / (1 - jnp.power(jnp.float32(b1), (age + 1).astype(jnp.float32)))
@@ -97,6 +96,14 @@ def scale_by_row_adam(
         return new, RowAdamState(count, rms, momentum)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_momentum(s: Array, momentum: Array) -> None:
+    if s.shape != momentum.shape:
+        raise UserError(
+            f"scale_by_row_adam: a sketch of shape {s.shape} does not fit the momentum {momentum.shape}: b1 > 0 needs "
+            "spec=, the one of the sketches, whose momentum starts anew when a projection is redrawn"
+        )
 
 
 def _rows(rms: Array, like: Array) -> Array:

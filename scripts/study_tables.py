@@ -1,0 +1,155 @@
+"""The tables of scripts/study.py: per task, over all tasks, and from AdamW to LoGRA one difference at a time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from study import CELLS, KEPT, PLAIN, RIVAL, ROW, SEEDS, TASKS, TUNING, Job, read_results
+
+Done = Mapping[Job, Mapping[str, Any]]
+
+
+def optimizer_mib(job: Job) -> float:
+    """MiB of the optimizer's state and of the gradients or sketches it is given, from shapes."""
+    import jax
+
+    from logra_jax import build, footprint
+    from logra_jax.config import load_config
+
+    config = load_config(job.arguments[1], job.arguments[2:])
+    shape = build.read_model_config(config)
+    parts = footprint.Parts(config, shape, shape.vocab_size, jax.devices("cpu")[:1])
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.state.opt_state))
+    return (state + parts.gradients()) / 2**20
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Mean and sample standard deviation."""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"
+
+
+def against(values: Sequence[float], rivals: Sequence[float]) -> str:
+    """Difference of the means and, in brackets, how many pooled standard deviations of a run that is."""
+    if len(values) < 2 or len(rivals) < 2:
+        return ""
+    difference = statistics.fmean(values) - statistics.fmean(rivals)
+    freedom = len(values) + len(rivals) - 2
+    squares = sum((len(v) - 1) * statistics.variance(v) for v in (values, rivals))
+    pooled = (squares / freedom) ** 0.5
+    return f"{difference:+.3f} ({difference / pooled:+.1f})" if pooled else f"{difference:+.3f}"
+
+
+HEADS = (
+    "update", "chosen", "seeds", "accuracy", f"minus {RIVAL} (pooled sd)", "sampled reward", "realised KL, 1e-4",
+    "memory, MiB",
+)  # fmt: skip
+
+
+def short(choice: str) -> str:
+    """The values that were chosen: a rate, or the first and last budget."""
+    return " to ".join(setting.rpartition("=")[2] for setting in choice.split())
+
+
+def accuracies(task: str, cell: str, done: Done) -> list[float]:
+    """Held-out accuracies of the reported runs."""
+    return [
+        line["accuracy"] for job, line in done.items() if (job.task, job.cell) == (task, cell) and job.seed in SEEDS
+    ]
+
+
+def rows(task: str, done: Done) -> Iterator[Sequence[str]]:
+    """A row per cell that has a run on a reported seed."""
+    found = {job.cell: job for job in done if job.task == task and job.seed in SEEDS}
+    rivals = accuracies(task, RIVAL, done)
+    for name, job in sorted(found.items(), key=lambda item: list(CELLS).index(item[0])):
+        lines = [
+            line for other, line in done.items() if (other.task, other.cell) == (task, name) and other.seed in SEEDS
+        ]
+        column = {key: [line[key] for line in lines if key in line] for key in lines[0]}
+        yield (
+            name,
+            short(job.choice),
+            str(len(lines)),
+            spread(column["accuracy"]),
+            "" if name == RIVAL else against(column["accuracy"], rivals),
+            spread(column["sampled reward"], 2),
+            f"{1e4 * statistics.fmean(column['realised KL']):.2f}" if column.get("realised KL") else "",
+            f"{optimizer_mib(job):.2f}",
+        )
+
+
+def over_tasks(done: Done) -> Iterator[Sequence[str]]:
+    """A row per cell: its distance from AdamW on every task."""
+    for name in CELLS:
+        found = [against(accuracies(task, name, done), accuracies(task, RIVAL, done)) for task in TASKS]
+        if name != RIVAL and any(found):
+            yield (name, *found)
+
+
+# What changes, from what, to what: each pair has all else in common but the step size, which is its own.
+STEPS = (
+    ("no momentum", RIVAL, "AdamW, b1 0"),
+    ("rows share a second moment", "AdamW, b1 0", ROW),
+    ("gradients are sketched, rank 16", ROW, f"{PLAIN}, no KL control"),
+    ("KL budget", f"{PLAIN}, no KL control", PLAIN),
+    ("with momentum: rows share a second moment", RIVAL, f"{ROW}, b1 0.9"),
+    ("with momentum: gradients are sketched, rank 16", f"{ROW}, b1 0.9", f"{KEPT}, no KL control"),
+    ("with momentum: KL budget", f"{KEPT}, no KL control", KEPT),
+    ("with momentum: KL budget, AdamW", RIVAL, "AdamW, KL control"),
+)
+
+
+def steps(done: Done) -> Iterator[Sequence[str]]:
+    """A row per difference."""
+    for name, one, other in STEPS:
+        found = [against(accuracies(task, other, done), accuracies(task, one, done)) for task in TASKS]
+        if any(found):
+            yield (name, *found)
+
+
+def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of Markdown."""
+    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *lines)]
+
+
+def tries(task: str, done: Done) -> Iterator[str]:
+    """A line per cell whose step size or budget was chosen, or is being."""
+    for cell in CELLS.values():
+        found = [Job(task, cell.name, choice, TUNING) for choice in cell.tries]
+        found = [f"{short(job.choice)}: {done[job]['accuracy']:.3f}" for job in found if job in done]
+        if found:
+            yield f"- {cell.name}: {', '.join(found)}"
+
+
+def report() -> str:
+    """Markdown from the results."""
+    done = read_results()
+    text = [INTRODUCTION, f"## Minus {RIVAL}", "", *table(("update", *TASKS), list(over_tasks(done))), ""]
+    text += ["## What is lost where", "", *table(("difference", *TASKS), list(steps(done))), ""]
+    for task in TASKS:
+        if not (found := list(rows(task, done))):
+            continue
+        starts = {(line["model"], line["accuracy before"]) for job, line in done.items() if job.task == task}
+        known = ", ".join(f"{before:.3f} (model {digest})" for digest, before in sorted(starts))
+        text += [f"## {task}: from {known}", "", *table(HEADS, found), ""]
+        text += [f"Held-out accuracy of the tries on seed {TUNING}:", "", *tries(task, done), ""]
+    return "\n".join(text)
+
+
+INTRODUCTION = f"""# Optimizers at equal rollouts
+
+Written by `python scripts/study.py table` from `docs/study/results.jsonl`, to which `python scripts/study.py run`
+adds a line per run, with its settings. Step sizes, or under KL control budgets, are chosen on seed {TUNING}; rows
+show mean ± sample standard deviation over others, {SEEDS[0]} to {SEEDS[-1]}. Accuracy is greedy, on 460 held-out
+questions, after 60 updates of 16 prompts x 8 answers; the sampled reward is the mean of the last 10 updates. In
+brackets, a difference in standard deviations of a run, pooled over both sides. Realised KL: per token and update, the
+median over the run. Memory: the optimizer's state and the gradients or sketches it is given, float32, from shapes.
+LoGRA is of rank 16 where no other is named.
+
+The models have 1.1 M parameters. `multiply` is the demo (588*6=); `add` (47+85+36=) starts like it, with two ways of
+answering, and `sort` (384712559=) with one way that was not practised enough: `python scripts/make_study.py add --out
+out/study/add`, and the same for `sort`.
+"""
