@@ -4,13 +4,16 @@ import json
 import os
 import shutil
 import subprocess
+from importlib.metadata import version
 
 # Before anything imports jax. Nearly all time goes into compiling tiny programs, and more than half of it is saved when
 # XLA writes plain machine code. Subprocesses inherit all of this. What the caller has set comes last and decides.
-# A jaxlib that no longer knows one of the flags names it and stops: it can go then.
 os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 " + os.environ.get("XLA_FLAGS", "")
+    "--xla_force_host_platform_device_count=8 "
+    + "--xla_cpu_opt_preset=CPU_OPT_PRESET_FAST_COMPILE --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1 "
+    * version("jaxlib").startswith("0.10.")  # later ones refuse some of these
+    + os.environ.get("XLA_FLAGS", "")
 )
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -30,6 +30,7 @@ _FUNCTIONS = frozenset({
     "acot", "asec", "acsc", "sinh", "cosh", "tanh", "coth", "asinh", "acosh", "atanh", "erf", "sign", "floor",
     "ceiling", "Max", "Min",
 })  # fmt: skip
+_OWN = "from sympy import *"  # what sympy's parser runs before it looks at a text
 _EFFECTS = ("os.", "subprocess.", "socket.", "shutil.", "ctypes.", "pty.", "webbrowser.", "tempfile.", "signal.")
 _HARMLESS = frozenset({"os.listdir", "os.scandir", "os.walk"})
 
@@ -71,6 +72,8 @@ def check_formula(source: Any) -> None:
         text = bytes(source).decode() if isinstance(source, bytes | bytearray) else source
         if not isinstance(text, str):
             raise Refused("code")
+        if text == _OWN:
+            return
         tree = ast.parse(text.strip())
     except (SyntaxError, ValueError):
         return
