@@ -83,6 +83,7 @@ BLOCKS: tuple[tuple[Cell, ...], ...] = (
         Cell(KEPT, (*LONG, MOMENTUM, NEVER), budgets(0.25, 1, 4)),
         Cell(NORM, (), budgets(0.25, 1, 4)),
     ),
+    (Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT),),
     # From AdamW to LoGRA, one difference at a time.
     (
         Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(5e-5, 1e-4)),
@@ -93,7 +94,6 @@ BLOCKS: tuple[tuple[Cell, ...], ...] = (
         Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.25, 1)),
     ),
     (
-        Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT),
         Cell("LoGRA plain, momentum, redrawn every 5", (*LONG, MOMENTUM, "optimizer.refresh=5"), like=KEPT),
         Cell(f"{KEPT}, rank 4", (*LONG, "optimizer.rank=4", MOMENTUM, NEVER), like=KEPT),
         Cell(f"{KEPT}, rank 64", (*LONG, "optimizer.rank=64", MOMENTUM, NEVER), like=KEPT),
