@@ -33,6 +33,7 @@ def launch(tmp_path):
     (tmp_path / "member").write_text(MEMBER)
     (tmp_path / "member").chmod(0o755)
     started = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # bash cannot trap what its parent ignores
 
     def start(*arguments):
         more = {"PYTHON": str(tmp_path / "member"), "PORT": "1234", "END_AFTER": "1"}
@@ -42,6 +43,7 @@ def launch(tmp_path):
         return process
 
     yield start
+    signal.signal(signal.SIGINT, before)
     for process in started:
         process.kill()
         process.communicate()

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -212,7 +213,7 @@ def test_a_signal_is_noticed_while_servers_start(command_settings, tmp_path, mon
 
     def healthy(self) -> bool:
         if signals:
-            os.kill(os.getpid(), signals.pop())
+            signal.pthread_kill(threading.get_ident(), signals.pop())  # not the main thread
         return False
 
     monkeypatch.setattr(Client, "healthy", healthy)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,11 @@ def start_all(servers: Sequence[Server]) -> None:
     """Enter all servers at the same time; where one fails, all are stopped, and its error is raised."""
     try:
         with ThreadPoolExecutor(max(len(servers), 1)) as threads:
-            list(threads.map(lambda server: server.__enter__(), servers))
+            tasks = [threads.submit(server.__enter__) for server in servers]
+            while wait(tasks, timeout=0.25).not_done:
+                pass  # Python handles signals in this thread alone, and one that came to another does not wake it
+            for task in tasks:
+                task.result()
     except BaseException:
         for server in servers:
             server.stop()
