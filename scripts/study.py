@@ -86,11 +86,11 @@ BLOCKS: tuple[tuple[Cell, ...], ...] = (
     (Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT),),
     # From AdamW to LoGRA, one difference at a time.
     (
-        Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(5e-5, 1e-4)),
-        Cell(ROW, (*ROW_ADAM, FREE), rates(5e-5, 1e-4)),
-        Cell(f"{ROW}, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4)),
-        Cell(f"{PLAIN}, no KL control", (FREE,), rates(5e-5, 1e-4)),
-        Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(5e-5, 1e-4)),
+        Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(5e-5, 1e-4, 2e-4)),
+        Cell(ROW, (*ROW_ADAM, FREE), rates(5e-5, 1e-4, 2e-4)),
+        Cell(f"{ROW}, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4, 2e-4)),
+        Cell(f"{PLAIN}, no KL control", (FREE,), rates(1e-4, 2e-4, 4e-4)),
+        Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(1e-4, 2e-4, 4e-4)),
         Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.25, 1)),
     ),
     (
