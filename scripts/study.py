@@ -79,9 +79,9 @@ MOMENTUM, NEVER = "optimizer.b1=0.9", "optimizer.refresh=0"
 BLOCKS: tuple[tuple[Cell, ...], ...] = (
     (
         Cell(RIVAL, (*ADAMW, FREE), rates(5e-5, 1e-4, 2e-4)),
-        Cell(PLAIN, LONG, budgets(0.25, 1, 4)),
+        Cell(PLAIN, LONG, budgets(0.25, 1, 4, 16)),
         Cell(KEPT, (*LONG, MOMENTUM, NEVER), budgets(0.25, 1, 4)),
-        Cell(NORM, (), budgets(0.25, 1, 4)),
+        Cell(NORM, (), budgets(0.25, 1, 4, 16)),
     ),
     (Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT),),
     # From AdamW to LoGRA, one difference at a time.
