@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from study import CELLS, KEPT, PLAIN, RIVAL, ROW, SEEDS, TASKS, TUNING, Job, read_results
+from study import CELLS, KEPT, PLAIN, RESULTS, RIVAL, ROW, SEEDS, TASKS, TUNING, Job, read_results
+
+FINDINGS = RESULTS.with_name("findings.md")  # what people make of the tables
 
 Done = Mapping[Job, Mapping[str, Any]]
 
@@ -127,7 +129,14 @@ def tries(task: str, done: Done) -> Iterator[str]:
 def report() -> str:
     """Markdown from the results."""
     done = read_results()
-    text = [INTRODUCTION, f"## Minus {RIVAL}", "", *table(("update", *TASKS), list(over_tasks(done))), ""]
+    text = [
+        INTRODUCTION,
+        FINDINGS.read_text(encoding="utf-8"),
+        f"## Minus {RIVAL}",
+        "",
+        *table(("update", *TASKS), list(over_tasks(done))),
+        "",
+    ]
     text += ["## What is lost where", "", *table(("difference", *TASKS), list(steps(done))), ""]
     for task in TASKS:
         if not (found := list(rows(task, done))):
