@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from study import CELLS, KEPT, PLAIN, RESULTS, RIVAL, ROW, SEEDS, TASKS, TUNING, Job, read_results
+from study import CELLS, KEPT, PLAIN, RESULTS, RIVAL, ROW, SEEDS, TASKS, TUNING, Job, chosen, read_results
 
 FINDINGS = RESULTS.with_name("findings.md")  # what people make of the tables
 
@@ -55,31 +55,35 @@ def short(choice: str) -> str:
     return " to ".join(setting.rpartition("=")[2] for setting in choice.split())
 
 
+def reported(task: str, cell: str, done: Done) -> tuple[str | None, list[Mapping[str, Any]]]:
+    """What was chosen for a cell, and its results on the seeds that count; runs of an earlier choice are left out."""
+    choice = chosen(task, CELLS[cell], done)
+    jobs = [Job(task, cell, choice, seed) for seed in SEEDS] if choice is not None else []
+    return choice, [done[job] for job in jobs if job in done]
+
+
 def accuracies(task: str, cell: str, done: Done) -> list[float]:
     """Held-out accuracies of the reported runs."""
-    return [
-        line["accuracy"] for job, line in done.items() if (job.task, job.cell) == (task, cell) and job.seed in SEEDS
-    ]
+    return [line["accuracy"] for line in reported(task, cell, done)[1]]
 
 
 def rows(task: str, done: Done) -> Iterator[Sequence[str]]:
     """A row per cell that has a run on a reported seed."""
-    found = {job.cell: job for job in done if job.task == task and job.seed in SEEDS}
     rivals = accuracies(task, RIVAL, done)
-    for name, job in sorted(found.items(), key=lambda item: list(CELLS).index(item[0])):
-        lines = [
-            line for other, line in done.items() if (other.task, other.cell) == (task, name) and other.seed in SEEDS
-        ]
+    for name in CELLS:
+        choice, lines = reported(task, name, done)
+        if choice is None or not lines:
+            continue
         column = {key: [line[key] for line in lines if key in line] for key in lines[0]}
         yield (
             name,
-            short(job.choice),
+            short(choice),
             str(len(lines)),
             spread(column["accuracy"]),
             "" if name == RIVAL else against(column["accuracy"], rivals),
             spread(column["sampled reward"], 2),
             f"{1e4 * statistics.fmean(column['realised KL']):.2f}" if column.get("realised KL") else "",
-            f"{optimizer_mib(job):.2f}",
+            f"{optimizer_mib(Job(task, name, choice, SEEDS[0])):.2f}",
         )
 
 

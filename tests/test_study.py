@@ -95,6 +95,26 @@ def test_difference_in_pooled_deviations(study):
     assert study_tables.against(mine, theirs[:1]) == ""
 
 
+def test_runs_of_an_earlier_choice_are_left_out(study, monkeypatch):
+    import study_tables
+
+    monkeypatch.setattr(study_tables, "CELLS", study.CELLS)
+    monkeypatch.setattr(study_tables, "SEEDS", study.SEEDS)
+    lower, higher = study.CELLS["a"].tries
+
+    def done(*jobs):
+        return {
+            study.Job("multiply", cell, choice, seed): {"accuracy": a, "sampled reward": 0}
+            for cell, choice, seed, a in jobs
+        }
+
+    first = [("a", lower, study.TUNING, 0.6), ("a", lower, 1, 0.1), ("b", lower, 1, 0.2), ("b", higher, 1, 0.3)]
+    assert study_tables.accuracies("multiply", "a", done(*first)) == []  # a try is missing
+    both = [*first, ("a", higher, study.TUNING, 0.7), ("a", higher, 2, 0.4)]
+    assert study_tables.accuracies("multiply", "a", done(*both)) == [0.4]
+    assert study_tables.accuracies("multiply", "b", done(*both)) == [0.3]
+
+
 def test_held_out_accuracy_is_the_mean_of_tasks_where_there_are_any(long_run):
     rows = [{"step": 0, "eval/accuracy": 0.5, "eval/updates": 0}, {"step": 1, "eval/accuracy": 0.75, "eval/updates": 2}]
     run = long_run.Finished(Path(), load_config(None), rows)
