@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,8 +38,7 @@ class Answers:
         def one(number: int) -> Drawn:
             started, rows = time.perf_counter(), run.order.rows(consumed + number * size, size)
             prompts = run.prompts.take(rows)
-            # A prompt that an earlier batch of this update had too, as where an epoch ends, gets other answers.
-            rollout = run.generate(replace(prompts, ids=prompts.ids + number * prompts.read), step)
+            rollout = run.generate(prompts, step)
             fetch(rollout.lengths)  # waits for the rollout
             sampled = time.perf_counter()
             check()

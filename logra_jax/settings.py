@@ -214,10 +214,7 @@ class Advantage:
     estimator: Literal["grpo", "leave_one_out", "running_baseline"] = _f("grpo", "baseline of the reward")
     normalize_std: bool = _f(True, "divide by the group's standard deviation", only="advantage.estimator=grpo")
     eps: float = _f(
-        1e-4,
-        "added to the standard deviation",
-        "(0, inf)",
-        "advantage.estimator=grpo and advantage.normalize_std=true",
+        1e-4, "added to the standard deviation", "(0, inf)", "advantage.estimator=grpo and advantage.normalize_std=true"
     )
     failure_reward: float | None = _f(
         None,
@@ -288,9 +285,7 @@ class Optimizer:
         None, "norm-preserving RowAdam; null: with update_ratio yes, with learning_rate no", only=_LOGRA
     )
     b1: float | None = _f(
-        None,
-        "decay of the first moment; null: 0 for row_adam and logra (needs refresh other than 1), else 0.9",
-        "[0, 1)",
+        None, "first moment's decay; null: 0 for logra (needs refresh other than 1) and row_adam, else 0.9", "[0, 1)"
     )
     b2: float = _f(0.95, "decay of the second moment", "[0, 1)")
     eps: float = _f(1e-8, "added to the root of the second moment", "(0, inf)")

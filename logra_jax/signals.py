@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 
 class Stopped(Exception):
@@ -33,7 +34,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
         self.agree: Callable[[int], int] = lambda number: number
 
     @property
@@ -53,7 +54,7 @@ class StopFlag:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:

@@ -90,6 +90,14 @@ def members() -> Iterator[Callable[..., list[subprocess.Popen]]]:
 
 
 @pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch):
+    """See `interrupted.watch`."""
+    from interrupted import watch
+
+    return watch(monkeypatch)
+
+
+@pytest.fixture
 def command_settings(small_run: Path, program_cache: Path, tmp_path: Path, monkeypatch) -> Iterator[list[str]]:
     """Settings of a tiny run, in an empty current directory; programs are compiled once."""
     monkeypatch.chdir(tmp_path)

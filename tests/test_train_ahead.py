@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from interrupted import assert_same, result
 from served import served
-from test_train_resume import assert_same, result, seen  # noqa: F401
 from test_train_vllm import Stand
 
 import logra_jax.run
@@ -49,7 +49,7 @@ def stand():
 
 
 @pytest.fixture
-def argv(command_settings, stand, seen):  # noqa: F811
+def argv(command_settings, stand, seen):
     return [*command_settings, *AHEAD.split(), f"vllm.urls=[{stand.url}]"]
 
 
@@ -59,7 +59,7 @@ def comparable(out, progress):
     return arrays, [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in rows], *others
 
 
-def test_stopped_at_every_point(argv, stand, seen, capsys):  # noqa: F811
+def test_stopped_at_every_point(argv, stand, seen, capsys):
     assert train.main([*argv, "out=whole"]) == 0
     wanted, points = comparable("whole", seen.trainer.progress), seen.passed
     # 4 prompts for each of 3 updates. Update 1 learns from what the first weights gave, 2 from what those after it did.
@@ -85,7 +85,7 @@ def test_stopped_at_every_point(argv, stand, seen, capsys):  # noqa: F811
     assert "drawn again" not in capsys.readouterr().out
 
 
-def test_a_checkpoint_is_read_with_other_settings(argv, stand, seen, capsys):  # noqa: F811
+def test_a_checkpoint_is_read_with_other_settings(argv, stand, seen, capsys):
     seen.stop_at = 6  # at the start of the third update
     assert train.main([*argv, "eval.every=0"]) == 143
     assert seen.trainer.progress.step == 2

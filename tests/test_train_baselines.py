@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import logra_jax.build
 from logra_jax import cli, convert, train
 from logra_jax.checkpoint import read_arrays
+from logra_jax.config import load_config
 from logra_jax.metrics import MetricsWriter, read_rows
 from logra_jax.models import load_hf
 
@@ -98,6 +101,24 @@ def test_a_run_through_a_checkpoint(mode, command_settings, built_once, capsys):
         np.testing.assert_allclose(found, w + 8 / 4 * a @ b, atol=1e-6, rtol=0)
         said = refused(capsys, [*argv, "steps=4", "--resume", "optimizer.lora_alpha=2"])
         assert "those of the checkpoint were trained to count 2.0: set optimizer.lora_alpha=8" in said
+
+
+@pytest.mark.parametrize("b1", [0.0, 0.8])
+def test_row_adam_is_the_formula_on_dense_gradients(b1):
+    """Two updates of a stack of two matrices, as README and the paper write it, with decay and without KL control."""
+    settings = f"""optimizer.name=row_adam {RATE.partition(" ")[2]} optimizer.b1={b1} optimizer.b2=.9 optimizer.eps=1e-6
+        optimizer.weight_decay=.5 kl.control=false"""
+    tx = logra_jax.build.make_optimizer(load_config(None, settings.split()), None)
+    rng = np.random.default_rng(0)
+    w, *gradients = (rng.normal(size=(2, 5, 3)) for _ in range(3))
+    params, v, m = {"w": jnp.asarray(w, jnp.float32)}, 0.0, 0.0
+    state = tx.init(params)
+    for t, g in enumerate(gradients, start=1):
+        updates, state = tx.update({"w": jnp.asarray(g, jnp.float32)}, state, params)
+        params = optax.apply_updates(params, updates)
+        v, m = 0.9 * v + 0.1 * (g**2).mean(axis=1, keepdims=True), b1 * m + (1 - b1) * g
+        w = w - 0.01 * (m / (1 - b1**t) / (np.sqrt(v / (1 - 0.9**t)) + 1e-6) + 0.5 * w)
+        np.testing.assert_allclose(params["w"], w, rtol=1e-5, atol=1e-6)
 
 
 def refused(capsys, argv):

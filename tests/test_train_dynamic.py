@@ -1,7 +1,7 @@
 """A run that replaces groups: what it takes from the prompts, and that a stop changes nothing."""
 
 import numpy as np
-from test_train_resume import assert_same, result, seen  # noqa: F401
+from interrupted import assert_same, result
 
 from logra_jax import train
 from logra_jax.metrics import read_rows
@@ -9,7 +9,7 @@ from logra_jax.metrics import read_rows
 DYNAMIC = "steps=3 rollout.dynamic_sampling=2 eval.every=0 eval.before=false checkpoint.every=0 loss.reference_kl=0"
 
 
-def test_prompts_go_on_where_replaced_groups_ended(command_settings, seen):  # noqa: F811
+def test_prompts_go_on_where_replaced_groups_ended(command_settings, seen):
     argv = [*command_settings, *DYNAMIC.split()]
     assert train.main([*argv, "out=whole"]) == 0
     rows, progress = read_rows("whole/metrics.jsonl"), seen.trainer.progress

@@ -5,7 +5,6 @@ import gc
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -14,13 +13,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from interrupted import assert_same, result
 
 import logra_jax.build
 import logra_jax.run
 from logra_jax import cli, train
 from logra_jax.checkpoint import Checkpoints, flatten, read_arrays, read_note, steps
 from logra_jax.metrics import MetricsWriter, read_rows
-from logra_jax.signals import StopFlag, Stopped
 
 VARIANTS = {
     "logra": """
@@ -31,14 +30,6 @@ VARIANTS = {
         loss.token_budget=24
         optimizer.warmup=2 optimizer.schedule=cosine""",
 }
-
-
-class Interrupted:
-    """What the tests look at: the trainer at work, and where it asks whether to stop."""
-
-    trainer: train.Trainer
-    stop_at: int | None = None  # number of the check that is answered with yes
-    passed: list
 
 
 @pytest.fixture
@@ -58,55 +49,6 @@ def another_sampler(monkeypatch):
         return rollout._replace(logprobs=rollout.logprobs + 1e-4)
 
     monkeypatch.setattr(logra_jax.run.Run, "generate", off_by_a_little)
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """Records trainers and stop checks; builds each jitted update once for all runs of a test."""
-    seen = Interrupted()
-    seen.passed = []
-    build, programs, init, check = logra_jax.build.make_update, [], train.Trainer.__init__, StopFlag.check
-
-    def make_update(*args, **kwargs):
-        programs.append(build(*args, **kwargs)) if not programs else None
-        return programs[0]
-
-    def remember(self, *args):
-        init(self, *args)
-        seen.trainer, seen.passed = self, []
-
-    def answer(self):
-        check(self)
-        progress = seen.trainer.progress
-        seen.passed.append((progress.step, progress.pending is not None))
-        if seen.stop_at == len(seen.passed):
-            raise Stopped(signal.SIGTERM)
-
-    monkeypatch.setattr(logra_jax.build, "make_update", make_update)
-    monkeypatch.setattr(train.Trainer, "__init__", remember)
-    monkeypatch.setattr(StopFlag, "check", answer)
-    monkeypatch.setattr(MetricsWriter, "draw", lambda self: None)  # takes longer than all the rest
-    return seen
-
-
-def result(out, progress):
-    """Everything that must not depend on interruptions, as comparable values."""
-    out = Path(out).resolve()
-    arrays = {k: np.asarray(v) for k, v in read_arrays(out / "checkpoints" / str(progress.step), "").items()}
-    rows = [
-        {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens/s"}
-        for row in read_rows(out / "metrics.jsonl")
-    ]
-    model = {path.name: path.read_bytes() for path in (out / "hf").iterdir()}
-    return arrays, rows, (progress.step, progress.consumed, progress.baseline), model
-
-
-def assert_same(got, wanted):
-    assert got[0].keys() == wanted[0].keys()
-    for name, value in wanted[0].items():
-        np.testing.assert_array_equal(got[0][name], value, err_msg=name)
-        assert got[0][name].dtype == value.dtype
-    assert got[1:] == wanted[1:]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

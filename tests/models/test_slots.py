@@ -1,5 +1,7 @@
 """Sketch slots in place of kernels: through merge, layer scan, remat, decoding and the output head."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,8 +37,8 @@ def test_sketches_are_projected_dense_gradients(random_params):
     assert len(expected) == 8
     for change in ({"scan_unroll": 3}, {"remat": "full"}, {"remat": "projected"}, {"remat": "offload"}):
         model = MODEL.replace(**change)
-        run = sketched_value_and_grad(lambda train: loss(train, model), SPEC, materialize=False)  # noqa: B023
-        _, grads = jax.jit(lambda train: run(train, step=3))(train)  # noqa: B023
+        run = sketched_value_and_grad(partial(loss, model=model), SPEC, materialize=False)
+        _, grads = jax.jit(partial(run, step=3))(train)
         for path, sketch in expected.items():
             found = grads
             for key in path.split("/"):

@@ -10,8 +10,7 @@ from logra_jax.sync.blob import Update, decode, encode
 from logra_jax.sync.client import uncovered
 
 torch = pytest.importorskip("torch")
-
-from logra_jax.sync.weights import Weights  # noqa: E402
+Weights = pytest.importorskip("logra_jax.sync.weights").Weights
 
 K, Q, KV, RANKS, SEED, DRAWN = 40, 8, 2, 2, 7, 5
 SHAPES = {f"model.{n}_proj.weight": s for n, s in {"q": (Q, K), "k": (KV, K), "down": (6, K)}.items()}
