@@ -20,7 +20,7 @@ def optimizer_mib(job: Job) -> float:
     from logra_jax import build, footprint
     from logra_jax.config import load_config
 
-    config = load_config(job.arguments[1], job.arguments[2:])
+    config = load_config(job.arguments[1], [*job.arguments[2:], "model.path=demo:model"])  # all have its shape
     shape = build.read_model_config(config)
     parts = footprint.Parts(config, shape, shape.vocab_size, jax.devices("cpu")[:1])
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parts.state.opt_state))
