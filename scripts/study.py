@@ -32,11 +32,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, REPORT = ROOT / "docs/study/results.jsonl", ROOT / "docs/study.md"
-TUNING, SEEDS = 100, (1, 2, 3)
+TUNING, SEEDS = 100, (1, 2, 3, 4, 5)
 START_S = 30  # seconds of a run outside of its updates, an estimate
 
 # What all runs have in common, and what those under KL control have.
-COMMON = ("--config", "configs/demo.yaml", "rollout.prompts=16", "steps=60")
+COMMON: tuple[str, ...] = ("--config", "configs/demo.yaml", "rollout.prompts=16", "steps=60")
 COMMON += ("eval.every=0", "checkpoint.every=20", "checkpoint.keep=1", "checkpoint.keep_best=false")
 COMMON += ("log.samples=0", "log.tensorboard=false", "log.progress=false")
 CONTROLLED, FREE = ("kl.budget_steps=60",), "kl.control=false"
@@ -75,44 +75,53 @@ RIVAL, PLAIN, KEPT = "AdamW", "LoGRA plain", "LoGRA plain, momentum, never redra
 NORM, ROW = "LoGRA norm-preserving", "RowAdam, dense"
 ADAMW, ROW_ADAM, LONG = ("optimizer.name=adamw",), ("optimizer.name=row_adam",), rates(3e-4)
 MOMENTUM, NEVER = "optimizer.b1=0.9", "optimizer.refresh=0"
-# Blocks are run one after the other, and within a block all tuning, then seed by seed.
-BLOCKS: tuple[tuple[Cell, ...], ...] = (
+# How many of SEEDS, and the cells that run on them. Blocks are run one after the other, and within a block all tuning,
+# then seed by seed.
+BLOCKS: tuple[tuple[int, *tuple[Cell, ...]], ...] = (
     (
+        5,
         Cell(RIVAL, (*ADAMW, FREE), rates(5e-5, 1e-4, 2e-4)),
-        Cell(PLAIN, LONG, budgets(0.25, 1, 4, 16)),
-        Cell(KEPT, (*LONG, MOMENTUM, NEVER), budgets(0.25, 1, 4)),
-        Cell(NORM, (), budgets(0.25, 1, 4, 16)),
+        Cell(PLAIN, LONG, budgets(0.25, 1, 4, 16, 64)),
+        Cell(KEPT, (*LONG, MOMENTUM, NEVER), budgets(0.25, 1, 4, 16)),
+        Cell(NORM, (), budgets(0.25, 1, 4, 16, 64)),
     ),
-    (Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT),),
+    (
+        5,
+        Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT),
+        Cell("LoRA", ("optimizer.name=lora", FREE), rates(1e-4, 3e-4, 1e-3, 3e-3)),
+        Cell("GaLore", ("optimizer.name=galore", FREE), rates(4e-4, 1.2e-3, 4e-3)),
+    ),
     # From AdamW to LoGRA, one difference at a time.
     (
+        5,
         Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(5e-5, 1e-4, 2e-4)),
         Cell(ROW, (*ROW_ADAM, FREE), rates(5e-5, 1e-4, 2e-4)),
         Cell(f"{ROW}, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4, 2e-4)),
-        Cell(f"{PLAIN}, no KL control", (FREE,), rates(1e-4, 2e-4, 4e-4)),
-        Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(1e-4, 2e-4, 4e-4)),
-        Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.25, 1)),
+        Cell(f"{PLAIN}, no KL control", (FREE,), rates(1e-4, 2e-4, 4e-4, 8e-4)),
+        Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(1e-4, 2e-4, 4e-4, 8e-4)),
+        Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.0625, 0.25, 1)),
     ),
     (
+        3,
         Cell("LoGRA plain, momentum, redrawn every 5", (*LONG, MOMENTUM, "optimizer.refresh=5"), like=KEPT),
         Cell(f"{KEPT}, rank 4", (*LONG, "optimizer.rank=4", MOMENTUM, NEVER), like=KEPT),
         Cell(f"{KEPT}, rank 64", (*LONG, "optimizer.rank=64", MOMENTUM, NEVER), like=KEPT),
-        Cell("LoRA", ("optimizer.name=lora", FREE), rates(3e-4, 1e-3)),
-        Cell("GaLore", ("optimizer.name=galore", FREE), rates(1.2e-3, 4e-3)),
     ),
     (
+        3,
         Cell("LoGRA plain, redrawn every 5", (*LONG, "optimizer.refresh=5"), like=PLAIN),
         Cell("LoGRA plain, redrawn every 20", (*LONG, "optimizer.refresh=20"), like=PLAIN),
         Cell("LoGRA plain, never redrawn", (*LONG, NEVER), like=PLAIN),
         Cell("LoGRA plain, gaussian", (*LONG, "optimizer.distribution=gaussian"), like=PLAIN),
-        Cell("LoGRA norm-preserving, momentum, never redrawn", (MOMENTUM, NEVER), like=NORM),
+        Cell(f"{NORM}, momentum, never redrawn", (MOMENTUM, NEVER), budgets(0.25, 1, 4, 16)),
     ),
     (
+        3,
         Cell("LoGRA plain, rank 4", (*LONG, "optimizer.rank=4"), like=PLAIN),
         Cell("LoGRA plain, rank 64", (*LONG, "optimizer.rank=64"), like=PLAIN),
     ),
 )
-CELLS = {cell.name: cell for block in BLOCKS for cell in block}
+CELLS = {cell.name: cell for _, *cells in BLOCKS for cell in cells}
 
 
 @dataclass(frozen=True)
@@ -163,13 +172,13 @@ def chosen(task: str, cell: Cell, done: Mapping[Job, Mapping[str, Any]]) -> str 
 
 def jobs(done: Mapping[Job, Mapping[str, Any]]) -> Iterator[Job]:
     """Runs in their order, as far as choices are made."""
-    for block in BLOCKS:
+    for seeds, *cells in BLOCKS:
         for task in TASKS:
-            for cell in block:
+            for cell in cells:
                 yield from (Job(task, cell.name, choice, TUNING) for choice in cell.tries)
         for task in TASKS:
-            for seed in SEEDS:
-                for cell in block:
+            for seed in SEEDS[:seeds]:
+                for cell in cells:
                     if (choice := chosen(task, cell, done)) is not None:
                         yield Job(task, cell.name, choice, seed)
 
@@ -261,8 +270,8 @@ def show() -> None:
     wanted = list(jobs(done))
     for job in wanted:
         print(f"{job.folder}: " + (f"accuracy {done[job]['accuracy']:.3f}" if job in done else "to do"))
-    undecided = [(t, c) for t in TASKS for c in CELLS.values() if chosen(t, c, done) is None]
-    left = len([job for job in wanted if job not in done]) + len(undecided) * len(SEEDS)
+    undecided = [seeds for seeds, *cells in BLOCKS for c in cells for t in TASKS if chosen(t, c, done) is None]
+    left = len([job for job in wanted if job not in done]) + sum(undecided)
     print(f"{len(done)} done, {left} left")
     if seconds := [line["seconds"] for line in done.values()]:
         median = statistics.median(seconds)

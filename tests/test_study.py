@@ -20,10 +20,9 @@ def study(monkeypatch, tmp_path):
 
     a = study.Cell("a", (), study.rates(1e-3, 3e-3))
     cells = (a, study.Cell("b", ("optimizer.refresh=0",), like="a"))
-    monkeypatch.setattr(study, "BLOCKS", (cells,))
+    monkeypatch.setattr(study, "BLOCKS", ((2, *cells),))
     monkeypatch.setattr(study, "CELLS", {cell.name: cell for cell in cells})
     monkeypatch.setattr(study, "TASKS", {"multiply": study.TASKS["multiply"]})
-    monkeypatch.setattr(study, "SEEDS", (1, 2))
     monkeypatch.setattr(study, "RESULTS", tmp_path / "study" / "results.jsonl")
     monkeypatch.setattr(study, "commit", lambda: "0")
     return study
@@ -99,7 +98,6 @@ def test_runs_of_an_earlier_choice_are_left_out(study, monkeypatch):
     import study_tables
 
     monkeypatch.setattr(study_tables, "CELLS", study.CELLS)
-    monkeypatch.setattr(study_tables, "SEEDS", study.SEEDS)
     lower, higher = study.CELLS["a"].tries
 
     def done(*jobs):
