@@ -103,7 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in dict.fromkeys((*OPTIMIZERS, config.optimizer.name)):
         print(f"compiling {name} ...", file=sys.stderr, flush=True)
         # Sampling is one program whatever trains the weights, unless they have adapters.
-        plans[name] = plan(footprint.with_optimizer(config, name), {} if name == "lora" else sampled)
+        try:
+            plans[name] = plan(footprint.with_optimizer(config, name), {} if name == "lora" else sampled)
+        except UserError as error:
+            if name == config.optimizer.name:
+                raise
+            print(f"note: {name} is left out: {error}", file=sys.stderr)
     largest = search(config, count, lambda changed: plan(changed).fits, shape) if found.search else {}
     if found.json:
         entries = {name: as_json(name, one, by_gpu) for name, one in plans.items()}

@@ -151,6 +151,23 @@ def test_table_and_verdict_of_a_run_that_cannot_fit(settings, on_cpu, capsys, mo
     assert "micro_batch=" not in said
 
 
+def test_what_only_another_optimizer_refuses_is_a_note(settings, on_cpu, capsys, monkeypatch):
+    def measure(config, *rest, **more):
+        if config.optimizer.name == "logra":
+            raise UserError(f"optimizer.rank={config.optimizer.rank} is too large")
+        return Footprint(1, 1, 1, 1, 1, update=1, rollout=1, reference=1)
+
+    monkeypatch.setattr("logra_jax.footprint.measure", measure)
+    dense = [item for item in settings if not item.startswith(("optimizer.rank", "kl.probe"))]
+    dense += ["kl.control=false", "optimizer.name=adamw", "optimizer.learning_rate=1e-4"]
+    assert plan.main([*dense, "--json"]) == 0
+    said = capsys.readouterr()
+    assert list(json.loads(said.out)) == ["adamw", "galore", "lora"]
+    assert "note: logra is left out: optimizer.rank=256 is too large" in said.err
+    with pytest.raises(UserError, match=f"rank={RANK} is too large"):
+        plan.main(settings)
+
+
 def test_peak_counts_what_stays_during_the_rollout():
     footprint = Footprint(5, 3, 0, 0, 0, update=10, rollout=8, reference=2)
     assert footprint.peak == 8 + 3 + 2
