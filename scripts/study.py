@@ -93,7 +93,7 @@ BLOCKS: tuple[tuple[int, *tuple[Cell, ...]], ...] = (
     ),
     # From AdamW to LoGRA, one difference at a time.
     (
-        5,
+        3,
         Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(5e-5, 1e-4, 2e-4)),
         Cell(ROW, (*ROW_ADAM, FREE), rates(5e-5, 1e-4, 2e-4)),
         Cell(f"{ROW}, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4, 2e-4)),
@@ -113,7 +113,7 @@ BLOCKS: tuple[tuple[int, *tuple[Cell, ...]], ...] = (
         Cell("LoGRA plain, redrawn every 20", (*LONG, "optimizer.refresh=20"), like=PLAIN),
         Cell("LoGRA plain, never redrawn", (*LONG, NEVER), like=PLAIN),
         Cell("LoGRA plain, gaussian", (*LONG, "optimizer.distribution=gaussian"), like=PLAIN),
-        Cell(f"{NORM}, momentum, never redrawn", (MOMENTUM, NEVER), budgets(0.25, 1, 4, 16)),
+        Cell(f"{NORM}, momentum, never redrawn", (MOMENTUM, NEVER), budgets(1, 4, 16)),
     ),
     (
         3,
