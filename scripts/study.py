@@ -94,11 +94,11 @@ BLOCKS: tuple[tuple[int, *tuple[Cell, ...]], ...] = (
     # From AdamW to LoGRA, one difference at a time.
     (
         3,
-        Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(5e-5, 1e-4, 2e-4)),
-        Cell(ROW, (*ROW_ADAM, FREE), rates(5e-5, 1e-4, 2e-4)),
+        Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(2.5e-5, 5e-5, 1e-4, 2e-4)),
+        Cell(ROW, (*ROW_ADAM, FREE), rates(2.5e-5, 5e-5, 1e-4, 2e-4)),
         Cell(f"{ROW}, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4, 2e-4)),
-        Cell(f"{PLAIN}, no KL control", (FREE,), rates(1e-4, 2e-4, 4e-4, 8e-4)),
-        Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(1e-4, 2e-4, 4e-4, 8e-4)),
+        Cell(f"{PLAIN}, no KL control", (FREE,), rates(5e-5, 1e-4, 2e-4, 4e-4, 8e-4)),
+        Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(5e-5, 1e-4, 2e-4, 4e-4, 8e-4)),
         Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.0625, 0.25, 1)),
     ),
     (
