@@ -49,7 +49,16 @@ def made(task: str, prompt: int, answer: int) -> tuple[str, ...]:
     return (*files, f"data.max_prompt_length={prompt}", f"rollout.max_new_tokens={answer}")
 
 
-TASKS: Mapping[str, tuple[str, ...]] = {"multiply": (), "add": made("add", 9, 24), "sort": made("sort", 10, 11)}
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "multiply": (),
+    "add": made("add", 9, 24),
+    "sort": made("sort", 10, 11),
+    "add 2": made("add-2", 9, 24),
+    "sort 2": made("sort-2", 10, 11),
+}
+# The same questions and recipe with another checkpoint, for weights depend on the CPU that trains them: choices are
+# those of the first.
+FIRST = {"add 2": "add", "sort 2": "sort"}
 
 
 @dataclass(frozen=True)
@@ -75,53 +84,57 @@ RIVAL, PLAIN, KEPT = "AdamW", "LoGRA plain", "LoGRA plain, momentum, never redra
 NORM, ROW = "LoGRA norm-preserving", "RowAdam, dense"
 ADAMW, ROW_ADAM, LONG = ("optimizer.name=adamw",), ("optimizer.name=row_adam",), rates(3e-4)
 MOMENTUM, NEVER = "optimizer.b1=0.9", "optimizer.refresh=0"
-# How many of SEEDS, and the cells that run on them. Blocks are run one after the other, and within a block all tuning,
-# then seed by seed.
-BLOCKS: tuple[tuple[int, *tuple[Cell, ...]], ...] = (
+RIVAL_CELL = Cell(RIVAL, (*ADAMW, FREE), rates(5e-5, 1e-4, 2e-4))
+PLAIN_CELL = Cell(PLAIN, LONG, budgets(0.25, 1, 4, 16, 64))
+KEPT_CELL = Cell(KEPT, (*LONG, MOMENTUM, NEVER), budgets(0.25, 1, 4, 16))
+EVERY_20 = Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT)
+OTHERS = (
+    Cell("LoRA", ("optimizer.name=lora", FREE), rates(1e-4, 3e-4, 1e-3, 3e-3)),
+    Cell("GaLore", ("optimizer.name=galore", FREE), rates(4e-4, 1.2e-3, 4e-3)),
+)
+# The tasks, how many of SEEDS, and the cells that run there. Blocks are run one after the other, and within a block all
+# tuning, then seed by seed.
+BLOCKS: tuple[tuple[tuple[str, ...], int, tuple[Cell, ...]], ...] = (
     (
+        ("multiply", "add", "sort"),
         5,
-        Cell(RIVAL, (*ADAMW, FREE), rates(5e-5, 1e-4, 2e-4)),
-        Cell(PLAIN, LONG, budgets(0.25, 1, 4, 16, 64)),
-        Cell(KEPT, (*LONG, MOMENTUM, NEVER), budgets(0.25, 1, 4, 16)),
-        Cell(NORM, (), budgets(0.25, 1, 4, 16, 64)),
+        (RIVAL_CELL, PLAIN_CELL, KEPT_CELL, Cell(NORM, (), budgets(0.25, 1, 4, 16, 64))),
     ),
-    (
-        5,
-        Cell("LoGRA plain, momentum, redrawn every 20", (*LONG, MOMENTUM, "optimizer.refresh=20"), like=KEPT),
-        Cell("LoRA", ("optimizer.name=lora", FREE), rates(1e-4, 3e-4, 1e-3, 3e-3)),
-        Cell("GaLore", ("optimizer.name=galore", FREE), rates(4e-4, 1.2e-3, 4e-3)),
-    ),
+    (("multiply", "add"), 5, (EVERY_20, *OTHERS)),
+    (("sort",), 3, (EVERY_20,)),
     # From AdamW to LoGRA, one difference at a time.
     (
+        ("multiply", "add", "sort"),
         3,
-        Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(2.5e-5, 5e-5, 1e-4, 2e-4)),
-        Cell(ROW, (*ROW_ADAM, FREE), rates(2.5e-5, 5e-5, 1e-4, 2e-4)),
-        Cell(f"{ROW}, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4, 2e-4)),
-        Cell(f"{PLAIN}, no KL control", (FREE,), rates(5e-5, 1e-4, 2e-4, 4e-4, 8e-4)),
-        Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(5e-5, 1e-4, 2e-4, 4e-4, 8e-4)),
-        Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.0625, 0.25, 1)),
+        (
+            Cell("AdamW, b1 0", (*ADAMW, FREE, "optimizer.b1=0"), rates(2.5e-5, 5e-5, 1e-4, 2e-4)),
+            Cell(ROW, (*ROW_ADAM, FREE), rates(2.5e-5, 5e-5, 1e-4, 2e-4)),
+            Cell(f"{ROW}, b1 0.9", (*ROW_ADAM, FREE, MOMENTUM), rates(5e-5, 1e-4, 2e-4)),
+            Cell(f"{PLAIN}, no KL control", (FREE,), rates(5e-5, 1e-4, 2e-4, 4e-4, 8e-4)),
+            Cell(f"{KEPT}, no KL control", (FREE, MOMENTUM, NEVER), rates(5e-5, 1e-4, 2e-4, 4e-4, 8e-4)),
+            Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.0625, 0.25, 1)),
+        ),
     ),
+    (("add 2", "sort 2"), 3, (RIVAL_CELL, PLAIN_CELL, KEPT_CELL)),
+    (("sort 2",), 3, (EVERY_20, *OTHERS)),
     (
+        ("multiply", "add 2", "sort 2"),
         3,
-        Cell("LoGRA plain, momentum, redrawn every 5", (*LONG, MOMENTUM, "optimizer.refresh=5"), like=KEPT),
-        Cell(f"{KEPT}, rank 4", (*LONG, "optimizer.rank=4", MOMENTUM, NEVER), like=KEPT),
-        Cell(f"{KEPT}, rank 64", (*LONG, "optimizer.rank=64", MOMENTUM, NEVER), like=KEPT),
+        (
+            Cell("LoGRA plain, momentum, redrawn every 5", (*LONG, MOMENTUM, "optimizer.refresh=5"), like=KEPT),
+            Cell(f"{KEPT}, rank 4", (*LONG, "optimizer.rank=4", MOMENTUM, NEVER), like=KEPT),
+            Cell(f"{KEPT}, rank 64", (*LONG, "optimizer.rank=64", MOMENTUM, NEVER), like=KEPT),
+            Cell("LoGRA plain, redrawn every 5", (*LONG, "optimizer.refresh=5"), like=PLAIN),
+            Cell("LoGRA plain, redrawn every 20", (*LONG, "optimizer.refresh=20"), like=PLAIN),
+            Cell("LoGRA plain, never redrawn", (*LONG, NEVER), like=PLAIN),
+            Cell("LoGRA plain, gaussian", (*LONG, "optimizer.distribution=gaussian"), like=PLAIN),
+            Cell("LoGRA plain, rank 4", (*LONG, "optimizer.rank=4"), like=PLAIN),
+            Cell("LoGRA plain, rank 64", (*LONG, "optimizer.rank=64"), like=PLAIN),
+        ),
     ),
-    (
-        3,
-        Cell("LoGRA plain, redrawn every 5", (*LONG, "optimizer.refresh=5"), like=PLAIN),
-        Cell("LoGRA plain, redrawn every 20", (*LONG, "optimizer.refresh=20"), like=PLAIN),
-        Cell("LoGRA plain, never redrawn", (*LONG, NEVER), like=PLAIN),
-        Cell("LoGRA plain, gaussian", (*LONG, "optimizer.distribution=gaussian"), like=PLAIN),
-        Cell(f"{NORM}, momentum, never redrawn", (MOMENTUM, NEVER), budgets(1, 4, 16)),
-    ),
-    (
-        3,
-        Cell("LoGRA plain, rank 4", (*LONG, "optimizer.rank=4"), like=PLAIN),
-        Cell("LoGRA plain, rank 64", (*LONG, "optimizer.rank=64"), like=PLAIN),
-    ),
+    (("multiply",), 3, (Cell(f"{NORM}, momentum, never redrawn", (MOMENTUM, NEVER), budgets(1, 4, 16)),)),
 )
-CELLS = {cell.name: cell for _, *cells in BLOCKS for cell in cells}
+CELLS = {cell.name: cell for _, _, cells in BLOCKS for cell in cells}
 
 
 @dataclass(frozen=True)
@@ -163,7 +176,7 @@ def read_results() -> dict[Job, dict[str, Any]]:
 def chosen(task: str, cell: Cell, done: Mapping[Job, Mapping[str, Any]]) -> str | None:
     """The try that ended best on the tuning seed; None as long as one is missing."""
     source = CELLS[cell.like] if cell.like else cell
-    jobs = [Job(task, source.name, choice, TUNING) for choice in source.tries]
+    jobs = [Job(FIRST.get(task, task), source.name, choice, TUNING) for choice in source.tries]
     if not all(job in done for job in jobs):
         return None
     best = max(jobs, key=lambda job: (done[job]["accuracy"], done[job]["sampled reward"]))
@@ -172,11 +185,11 @@ def chosen(task: str, cell: Cell, done: Mapping[Job, Mapping[str, Any]]) -> str 
 
 def jobs(done: Mapping[Job, Mapping[str, Any]]) -> Iterator[Job]:
     """Runs in their order, as far as choices are made."""
-    for seeds, *cells in BLOCKS:
-        for task in TASKS:
+    for tasks, seeds, cells in BLOCKS:
+        for task in tasks:
             for cell in cells:
-                yield from (Job(task, cell.name, choice, TUNING) for choice in cell.tries)
-        for task in TASKS:
+                yield from (Job(FIRST.get(task, task), cell.name, choice, TUNING) for choice in cell.tries)
+        for task in tasks:
             for seed in SEEDS[:seeds]:
                 for cell in cells:
                     if (choice := chosen(task, cell, done)) is not None:
@@ -222,12 +235,20 @@ def figures(folder: Path) -> dict[str, float]:
     return {key: float(f"{value:.6g}") for key, value in found.items()}
 
 
-def model_digest(folder: Path) -> str:
-    """Of the weights that a run starts from."""
+def model_digest(job: Job, done: Mapping[Job, Mapping[str, Any]]) -> str:
+    """Of the weights that a run starts from; those of the task's other runs, or SystemExit."""
     from logra_jax.config import load_config, resolve_path
 
-    path = resolve_path(load_config(folder / "config.yaml").model.path)
-    return hashlib.sha256((ROOT / path / "model.safetensors").read_bytes()).hexdigest()[:12]
+    path = ROOT / resolve_path(load_config(ROOT / job.arguments[1], job.arguments[2:]).model.path)
+    if not path.is_dir():
+        raise SystemExit(f"{path}: no such folder; scripts/make_study.py makes it")
+    digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()[:12]
+    if other := {line["model"] for known, line in done.items() if known.task == job.task} - {digest}:
+        raise SystemExit(
+            f"{path}: model {digest}, but runs of {job.task!r} in {RESULTS} start from {', '.join(sorted(other))}. "
+            "Weights depend on the CPU that trains them: move that file away for a study of your own"
+        )
+    return digest
 
 
 def commit() -> str:
@@ -245,6 +266,7 @@ def run(only: str, until: float, folder: Path) -> None:
             with mine(folder / job.folder) as lock:
                 if lock is None or job in read_results():
                     continue
+                digest = model_digest(job, done)
                 began = time.time()
                 if began + longest > until:
                     print("no time for another run")
@@ -254,7 +276,7 @@ def run(only: str, until: float, folder: Path) -> None:
                 longest = max(longest, time.time() - began)
                 line = {"task": job.task, "cell": job.cell, "choice": job.choice, "seed": job.seed}
                 line |= figures(folder / job.folder)
-                line |= {"model": model_digest(folder / job.folder), "commit": commit(), "arguments": job.arguments}
+                line |= {"model": digest, "commit": commit(), "arguments": job.arguments}
                 RESULTS.parent.mkdir(parents=True, exist_ok=True)
                 with RESULTS.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
@@ -270,7 +292,7 @@ def show() -> None:
     wanted = list(jobs(done))
     for job in wanted:
         print(f"{job.folder}: " + (f"accuracy {done[job]['accuracy']:.3f}" if job in done else "to do"))
-    undecided = [seeds for seeds, *cells in BLOCKS for c in cells for t in TASKS if chosen(t, c, done) is None]
+    undecided = [seeds for tasks, seeds, cells in BLOCKS for c in cells for t in tasks if chosen(t, c, done) is None]
     left = len([job for job in wanted if job not in done]) + sum(undecided)
     print(f"{len(done)} done, {left} left")
     if seconds := [line["seconds"] for line in done.values()]:

@@ -20,7 +20,7 @@ def study(monkeypatch, tmp_path):
 
     a = study.Cell("a", (), study.rates(1e-3, 3e-3))
     cells = (a, study.Cell("b", ("optimizer.refresh=0",), like="a"))
-    monkeypatch.setattr(study, "BLOCKS", ((2, *cells),))
+    monkeypatch.setattr(study, "BLOCKS", ((("multiply",), 2, cells),))
     monkeypatch.setattr(study, "CELLS", {cell.name: cell for cell in cells})
     monkeypatch.setattr(study, "TASKS", {"multiply": study.TASKS["multiply"]})
     monkeypatch.setattr(study, "RESULTS", tmp_path / "study" / "results.jsonl")
@@ -83,6 +83,29 @@ def test_no_run_is_started_that_would_be_late(study, monkeypatch, tmp_path):
     monkeypatch.setattr(study, "start", Trained)
     study.run("", 0.0, tmp_path / "runs")
     assert not study.read_results()
+
+
+def test_runs_of_other_weights_are_not_mixed_in(study, monkeypatch, tmp_path):
+    monkeypatch.setattr(study, "start", Trained)
+    study.run("seed-100", float("inf"), tmp_path / "runs")
+    lines = [json.loads(line) | {"model": "0" * 12} for line in study.RESULTS.read_text().splitlines()]
+    study.RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(SystemExit, match="'multiply' in .* start from 000000000000"):
+        study.run("", float("inf"), tmp_path / "runs")
+    assert len(study.read_results()) == len(lines)
+
+
+def test_a_second_checkpoint_takes_the_choices_of_the_first(study, monkeypatch):
+    monkeypatch.setattr(study, "BLOCKS", ((("again",), 1, tuple(study.CELLS.values())),))
+    monkeypatch.setattr(study, "TASKS", study.TASKS | {"again": ()})
+    monkeypatch.setattr(study, "FIRST", {"again": "multiply"})
+    lower, higher = study.CELLS["a"].tries
+    tuned = {
+        study.Job("multiply", "a", choice, study.TUNING): {"accuracy": a, "sampled reward": 0}
+        for choice, a in ((lower, 0.7), (higher, 0.6))
+    }
+    assert list(study.jobs({})) == list(tuned)
+    assert list(study.jobs(tuned))[2:] == [study.Job("again", cell, lower, 1) for cell in "ab"]
 
 
 def test_difference_in_pooled_deviations(study):
