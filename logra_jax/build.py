@@ -34,9 +34,8 @@ def check_files(config: Config, *, trains: bool) -> None:
     data = config.data
     for path, held_out in ((data.train if trains else None, False), (data.eval, True)):
         if path is not None:
-            columns = [data.prompt_column, data.answer_column]
-            columns += [] if data.task_column is None else [data.task_column]
-            check_columns(resolve_path(path), columns, held_out=held_out)
+            wanted = {name: getattr(data, name) for name in ("prompt_column", "answer_column", "task_column")}
+            check_columns(resolve_path(path), wanted, held_out=held_out)
 
 
 def read_model_config(config: Config) -> ModelConfig:

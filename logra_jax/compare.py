@@ -21,6 +21,11 @@ from logra_jax.metrics import METRICS, place_of, read_rows, save_figure
 # What may differ between runs of one line: it changes no number but by chance.
 APART = ("seed", "out", "log.", "checkpoint.", "processes.")
 PANELS = (("evaluation accuracy", "eval/accuracy"), ("reward of the sampled answers", "reward/mean"))
+# What an accuracy depends on, whatever was trained.
+MEASURED = (
+    *("data.eval", "eval.temperature", "eval.top_p", "eval.max_prompts"),
+    *("rollout.max_new_tokens", "reward.kind", "reward.pattern"),
+)
 TAIL = 10  # updates whose sampled rewards are averaged at the end of a run
 FILES = ("compare.md", "compare.json", "compare.png")
 
@@ -80,9 +85,11 @@ def group(runs: Sequence[Finished]) -> dict[str, list[Finished]]:
     keys = [key for key in SETTINGS if not any(key == a or (a[-1] == "." and key.startswith(a)) for a in APART)]
     settings = [tuple(SETTINGS[key].of(run.config) for key in keys) for run in runs]
     differ = [i for i in range(len(keys)) if len({values[i] for values in settings}) > 1]
+    last = [keys[i].rpartition(".")[2] for i in differ]
+    short = {keys[i]: end if last.count(end) == 1 else keys[i] for i, end in zip(differ, last, strict=True)}
     found: dict[str, list[Finished]] = {}
     for run, values in zip(runs, settings, strict=True):
-        name = ", ".join(f"{keys[i].rpartition('.')[2]}={values[i]}" for i in differ)
+        name = ", ".join(f"{short[keys[i]]}={values[i]}" for i in differ)
         found.setdefault(name or "all runs", []).append(run)
     return found
 
@@ -127,7 +134,7 @@ def doubts(groups: Mapping[str, Sequence[Finished]]) -> list[str]:
     for name, runs in groups.items():
         if len({run.config.seed for run in runs}) < len(runs):
             found.append(f"{name}: runs with the same seed are no independent ones")
-    for key in ("data.eval", "eval.temperature", "eval.max_prompts"):
+    for key in MEASURED:
         if len({SETTINGS[key].of(run.config) for run in everything}) > 1:
             found.append(f"{key} differs: accuracies cannot be compared")
     answers = {run.answers for run in everything}

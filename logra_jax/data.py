@@ -62,10 +62,12 @@ class Side:
     read: list[dict[str, Any]] = field(default_factory=list)
     dropped: list[dict[str, Any]] = field(default_factory=list)
 
-    def drop(self, reason: str, place: str, question: Question | None = None, **more: Any) -> None:
-        """Write down why a row is not kept."""
-        id_ = {} if question is None or question.id is None else {"id": question.id}
-        self.dropped.append({"reason": reason, "place": place, **id_, **more})
+    def drop(self, reason: str, text: str, **more: Any) -> None:
+        """Keep a question no longer, with its repetitions, and write down why."""
+        kept = self.kept.pop(text)
+        more |= {} if kept.question.id is None else {"id": kept.question.id}
+        more |= {"repeated": kept.repeated} if kept.repeated else {}
+        self.dropped.append({"reason": reason, "place": kept.place, **more})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sides = {TRAIN: to_rows(train, names)} | ({HELD_OUT: to_rows(test, names)} if found.test or found.held_out else {})
     check_ids(sides)
     if any(not rows for rows in sides.values()):
-        raise UserError(f"no question is held out: {describe(report)}")
+        advice = ": a larger --held-out takes more" if found.held_out else ""
+        raise UserError(f"no question is held out{advice}\n{describe(report)}")
     write(out, sides, report)
     print(describe(report), *(f"wrote {out / name}" for name in (*sides, REPORT)), sep="\n")
     return 0
@@ -212,7 +215,7 @@ def _read_file(side: Side, source: str, file: Path, layout: str | None, columns:
         try:
             question = convert(row)
         except Unusable as reason:
-            side.drop(str(reason), place)
+            side.dropped.append({"reason": str(reason), "place": place})
             continue
         text = normal(question.prompt)
         known = side.kept.get(text)
@@ -257,11 +260,9 @@ def drop_contradictions(side: Side) -> None:
         golds, boxes = zip(*[("1", "1"), *((gold, other) for _, gold, other in pairs)], strict=True)
         same = grader.grade([""] * len(boxes), [f"\\boxed{{{box}}}" for box in boxes], {"answer": list(golds)})[1:]
     for (text, gold, other), equal in zip(pairs, same.tolist(), strict=True):
-        if equal != 1.0 and (kept := side.kept.pop(text, None)) is not None:
-            side.drop(
-                "the same question with another answer", kept.place, kept.question,
-                answers=[gold, other], other_place=kept.others[other], repeated=kept.repeated,
-            )  # fmt: skip
+        if equal != 1.0 and (kept := side.kept.get(text)) is not None:
+            reason = "the same question with another answer"
+            side.drop(reason, text, answers=[gold, other], other_place=kept.others[other])
 
 
 def drop_unreadable(side: Side, policy: str) -> None:
@@ -275,15 +276,14 @@ def drop_unreadable(side: Side, policy: str) -> None:
         said = "; ".join(f"{side.kept[texts[i]].place}: {reason}" for i, reason in list(bad.items())[:SHOWN])
         raise UserError(f"{len(bad)} answers cannot be used by reward.kind=math: {said}{' ...' * (len(bad) > SHOWN)}")
     for i, reason in bad.items():
-        kept = side.kept.pop(texts[i])
-        side.drop(f"its answer cannot be used: {reason}", kept.place, kept.question, answer=kept.question.answer)
+        answer = side.kept[texts[i]].question.answer
+        side.drop(f"its answer cannot be used: {reason}", texts[i], answer=answer)
 
 
 def subtract(side: Side, others: dict[str, Kept], reason: str) -> None:
     """Drop the questions that are among the others, whatever their answers."""
     for text in [text for text in side.kept if text in others]:
-        kept = side.kept.pop(text)
-        side.drop(reason, kept.place, kept.question, other_place=others[text].place)
+        side.drop(reason, text, other_place=others[text].place)
 
 
 def split(side: Side, fraction: float, seed: int) -> Side:
@@ -335,8 +335,10 @@ def make_report(train: Side, test: Side) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for name, side in (("train", train), ("held_out", test)):
         repeated = [{"kept": k.place, "repeated": k.repeated} for k in side.kept.values() if k.repeated]
-        counts = Counter(entry["reason"] for entry in side.dropped)
-        if again := sum(len(rows) for kept in side.kept.values() for rows in kept.repeated.values()):
+        counts = Counter[str]()
+        for entry in side.dropped:
+            counts[entry["reason"]] += 1 + repetitions(entry.get("repeated", {}))
+        if again := sum(repetitions(kept.repeated) for kept in side.kept.values()):
             counts["the same question again"] = again
         report[name] = {
             "read": side.read,
@@ -346,6 +348,11 @@ def make_report(train: Side, test: Side) -> dict[str, Any]:
             "rows_repeated": repeated,
         }
     return report
+
+
+def repetitions(repeated: Mapping[str, Sequence[int]]) -> int:
+    """Rows in `Kept.repeated`."""
+    return sum(len(rows) for rows in repeated.values())
 
 
 def describe(report: dict[str, Any]) -> str:

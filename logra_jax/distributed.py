@@ -254,6 +254,11 @@ def collect(values: np.ndarray, count: int) -> np.ndarray:
     return np.concatenate([every[i, own_rows(count, i)] for i in range(jax.process_count())])
 
 
+def total(values: np.ndarray) -> np.ndarray:
+    """The sum, over all processes, of the arrays that they bring, all of one shape."""
+    return values if alone() else _of_all(values).sum(axis=0)
+
+
 def leave(error: BaseException | None, code: int) -> None:
     """End a process that cannot go on, without waiting for others that may wait for it. Returns if it is alone.
 

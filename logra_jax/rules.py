@@ -9,6 +9,7 @@ from typing import Any
 
 from logra_jax.errors import UserError
 from logra_jax.models.presets import check_preset
+from logra_jax.rl.reward import check_kind, compile_pattern
 from logra_jax.rl.tasks import is_mixture
 from logra_jax.schema import SETTINGS, Setting
 from logra_jax.settings import Config
@@ -117,7 +118,7 @@ def _text(value: Any) -> str:
     if isinstance(value, bool | None):
         return names[value]
     if isinstance(value, tuple):
-        return f"[{','.join(value)}]"
+        return f"[{','.join(map(_text, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -133,13 +134,11 @@ def _check_idle(config: Config) -> None:
 
 def _check_batches(config: Config) -> None:
     updates = config.loss.updates_per_batch
-    for key, value in (
-        ("steps", config.steps),
-        ("eval.every", config.eval.every),
-        ("checkpoint.every", config.checkpoint.every),
-    ):
-        if value % updates:
-            raise UserError(f"{key}={value} must be a multiple of loss.updates_per_batch={updates}")
+    values = {"steps": config.steps, "eval.every": config.eval.every, "checkpoint.every": config.checkpoint.every}
+    if odd := {key: value for key, value in values.items() if value % updates}:
+        found = ", ".join(f"{key}={value}" for key, value in odd.items())
+        nearest = " ".join(f"{key}={-(-value // updates) * updates}" for key, value in odd.items())
+        raise UserError(f"loss.updates_per_batch={updates} does not divide {found}: set {nearest}")
 
 
 def _check_token_budget(config: Config) -> None:
@@ -274,7 +273,7 @@ def _check_optimizer(config: Config) -> None:
     if optimizer.targets == ():
         raise UserError("optimizer.targets is empty: name at least one weight, or leave it out for the default")
     for pattern in optimizer.targets or ():
-        _compile("optimizer.targets", pattern)
+        compile_pattern(pattern, "optimizer.targets", groups=0)
 
 
 def _check_lora(config: Config) -> None:
@@ -287,23 +286,15 @@ def _check_lora(config: Config) -> None:
 
 def _check_reward(config: Config) -> None:
     reward = config.reward
-    if reward.kind not in ("math", "exact", "reasoning_gym") and not re.fullmatch(r"[\w.]+:\w+", reward.kind):
-        raise UserError(f"reward.kind={reward.kind!r}: expected math, exact, reasoning_gym, or module:function")
+    check_kind(reward.kind)
     for key, path in (("train", config.data.train), ("eval", config.data.eval)):
         if reward.kind == "reasoning_gym" and path and not is_mixture(path):
             raise UserError(
                 f"data.{key}={path} is no mixture of tasks (a .yaml file), which reward.kind=reasoning_gym is for: "
                 "give one, or set reward.kind to math, exact, or module:function"
             )
-    if reward.pattern is not None and _compile("reward.pattern", reward.pattern).groups < 1:
-        raise UserError(f"reward.pattern={reward.pattern!r} needs a group, such as '#(.*)$', that holds the answer")
-
-
-def _compile(key: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+    if reward.pattern is not None:
+        compile_pattern(reward.pattern)
 
 
 def check_lengths(config: Config, max_positions: int) -> None:

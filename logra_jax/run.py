@@ -344,7 +344,7 @@ class Run(Evaluator):
     ) -> dict[str, float]:
         """What there is to say of a batch of answers before anything is learnt from it."""
         (lengths, stopped), graded = fetch((rollout.lengths, rollout.stopped)), rewards[advantages.valid]
-        tasks = build.tasks_of(self.config, "train", prompts)
+        tasks, counts = build.tasks_of(self.config, "train", prompts), self.grader.new_counts()
         by_task = {} if tasks is None else means_by_task(tasks, rewards, advantages.valid)
         found = {f"reward/{task}": mean for task, mean in by_task.items()}
         if span := self.config.reward.overlong_tokens:
@@ -356,6 +356,8 @@ class Run(Evaluator):
             "response/length": float(lengths.mean()),
             "response/cut_off": float(1.0 - stopped.mean()),
             "advantage/zero_share": advantage.zero_share(advantages),
+            "reward/timeouts": counts.timeouts,  # of all graded since the last update, evaluations among them
+            "reward/errors": counts.errors,
             "rows/dropped": int(np.size(rewards) - graded.size),
         }
 

@@ -70,7 +70,7 @@ class Data:
     train: str = _f("", "file of training prompts (demo:... lies in the package)")
     eval: str | None = _f(None, "file of held-out prompts, of a mixture its held-out part; null: no evaluation")
     prompt_column: str = _f("prompt", "column that holds the prompt")
-    answer_column: str = _f("answer", "column that holds the reference answer")
+    answer_column: str | None = _f("answer", "column that holds the reference answer; null: a reward that needs none")
     task_column: str | None = _f(
         None, "column that names a row's task, for rewards and accuracies by task; null: in mixtures task, else none"
     )
@@ -203,7 +203,12 @@ class Reward:
         "(DAPO's soft overlong punishment); 0: off",
         "[0, inf)",
     )
-    timeout_s: float = _f(5.0, "seconds until the grading of one answer is given up", "(0, inf)", "reward.kind!=exact")
+    timeout_s: float = _f(
+        5.0,
+        "seconds until an answer's grading is given up (a batch's, for a function)",
+        "(0, inf)",
+        "reward.kind!=exact",
+    )
     workers: int = _f(2, "grading processes", "[1, inf)", "reward.kind!=exact")
 
 

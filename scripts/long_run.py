@@ -142,6 +142,8 @@ def percentiles(values: Sequence[float]) -> list[float]:
 def judge(out: Path, compare: int, kills: Sequence[int]) -> tuple[dict[str, Any], dict[str, bool]]:
     """The figures, and the verdict by item."""
     long, short = read_run(out), read_run(out.with_name(out.name + "-unbroken"))
+    if long.updates < WINDOW:
+        raise SystemExit(f"{out} has done {long.updates} updates, and the verdict needs {WINDOW}")
     accuracy = list(held_out_accuracy(long).values())
     rewards = list(long.curve("reward/mean").values())
     predicted, budget, realized = (long.curve(f"kl/{name}") for name in ("predicted", "budget", "realized"))

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +251,17 @@ def model_digest(job: Job, done: Mapping[Job, Mapping[str, Any]]) -> str:
     return digest
 
 
+def refuse_other(job: Job, folder: Path) -> None:
+    """Raises SystemExit where a run of other settings has begun in this folder, for this one would go on with it."""
+    from logra_jax.config import load_config
+
+    if not (folder / "config.yaml").is_file():
+        return
+    kept, wanted = load_config(folder / "config.yaml"), load_config(ROOT / job.arguments[1], job.arguments[2:])
+    if replace(kept, out=wanted.out) != wanted:
+        raise SystemExit(f"{folder}: begun with other settings: delete it, or give another --folder")
+
+
 def commit() -> str:
     done = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], capture_output=True, check=False)
     return done.stdout.decode().strip()
@@ -271,6 +282,7 @@ def run(only: str, until: float, folder: Path) -> None:
                 if began + longest > until:
                     print("no time for another run")
                     return
+                refuse_other(job, folder / job.folder)
                 if code := start(job.arguments, folder / job.folder, lock).wait():
                     raise SystemExit(f"{job.folder}: exit code {code}; see its .log in {folder}")
                 longest = max(longest, time.time() - began)

@@ -84,6 +84,14 @@ def test_answers_that_dynamic_sampling_left_out_were_seen(write, capsys):
     assert "note: runs have seen from 768 to 1,536 answers\n" in capsys.readouterr().err  # 8 to each of 96 and 192
 
 
+def test_settings_of_one_name_are_named_in_full(write, capsys):
+    main([write("a"), write("b", "rollout.temperature=0.9", "eval.temperature=1", "eval.top_p=0.5")])
+    found = capsys.readouterr()
+    assert cells(found.out)[3][0] == "rollout.temperature=0.9, eval.temperature=1.0, top_p=0.5"
+    for key in ("eval.temperature", "eval.top_p"):
+        assert f"note: {key} differs: accuracies cannot be compared\n" in found.err
+
+
 def test_a_figure_that_some_runs_lack(write, capsys):
     runs = [write("a", "seed=0"), write("b", "seed=1", done=1)]
     main(runs)

@@ -162,7 +162,7 @@ WRONG = [
     ("kl.budget_start=0", "kl.budget_start: must lie in (0, inf)"),
     ("kl.budget_end=-1e-5", "kl.budget_end: must lie in (0, inf)"),
     ("optimizer.b2=1", "must lie in [0, 1)"),
-    ("reward.kind=maths", "expected math, exact, reasoning_gym, or module:function"),
+    ("reward.kind=maths", "none of math, exact, reasoning_gym and module:function; did you mean math?"),
     ("data.prompt_format=hello", "must contain {prompt}"),
 ]
 

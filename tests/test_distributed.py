@@ -14,6 +14,7 @@ from logra_jax import cli, distributed, train
 from logra_jax.config import load_config
 from logra_jax.distributed import Member, find
 from logra_jax.errors import UserError
+from logra_jax.rl.reward import RewardCounts
 
 STEP = {
     "SLURM_JOB_ID": "70001", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5",
@@ -155,14 +156,16 @@ def everything():
             assert prompts == columns["a"]
             if "bad" in completions:
                 raise UserError("no such function")
-            return [float(len(c)) or math.nan for c in completions], RewardCounts(), "empty"
+            return [float(len(c)) or math.nan for c in completions], RewardCounts(1 + me, me), "empty"
 
         def unusable(self, columns):
             return {i: f"{text} of {me}" for i, text in enumerate(columns["a"]) if text.startswith("bad")}
 
     def grade(*texts):
         prompts = [f"p{i}" for i in range(len(texts))]
-        return SharedGrader(Length()).grade(prompts, texts, {"a": prompts}).tolist()
+        grader = SharedGrader(Length())
+        scores = grader.grade(prompts, texts, {"a": prompts}).tolist()
+        return scores, str(grader.new_counts()), str(grader.new_counts())
 
     mesh = make_mesh(2, 1)
     split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("fsdp",), ()))
@@ -209,7 +212,7 @@ def test_what_processes_say_to_each_other_and_how_they_end(members, tmp_path):
     assert killed == -signal.SIGKILL
     assert survived != 0
     assert "has lost another one" in errors or "another task died" in errors
-    rows = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    rows, none = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], str(RewardCounts())
     assert output.startswith("process 0\n")
     for number, text in enumerate((output.removeprefix("process 0\n"), other)):
         folder = tmp_path / "dies"
@@ -232,8 +235,8 @@ def test_what_processes_say_to_each_other_and_how_they_end(members, tmp_path):
             "collected": [0.0, 0.0, 1.0, 1.0, 1.0],
             "local": [rows[number]],
             "fetched": [rows, rows, rows[1], rows],
-            "grades": [1.0, 2.0, pytest.approx(np.nan, nan_ok=True), 4.0, 5.0],
-            "one": [1.0],
+            "grades": [[1.0, 2.0, pytest.approx(np.nan, nan_ok=True), 4.0, 5.0], str(RewardCounts(3, 1)), none],
+            "one": [[1.0], str(RewardCounts(2, 1)), none],  # which the second one has graded
             "none": "every reward failed (2 rows): empty",
             "bad": ["process 1 failed; see what it has written", "no such function"][number],
             "unusable": [

@@ -31,6 +31,10 @@ TOGETHER = [
         ["reward.overlong_tokens=9", "advantage.estimator=running_baseline", "advantage.failure_reward=-.01"],
         ["reward.overlong_tokens=9", "advantage.failure_reward=-0.01"],
     ),
+    (
+        ["loss.updates_per_batch=4", "steps=10", "eval.every=0", "checkpoint.every=7"],
+        ["loss.updates_per_batch=4", "steps=10", "set steps=12 checkpoint.every=8"],
+    ),
     (["loss.micro_batch=48"], ["loss.micro_batch=48", "128 answers", "rollout.prompts=16"]),
     (["loss.micro_batch=256"], ["loss.micro_batch=256", "128 answers"]),
     (["loss.token_budget=4096", "loss.micro_batch=8"], ["loss.token_budget=4096 and loss.micro_batch=8 exclude"]),

@@ -90,9 +90,22 @@ def test_runs_of_other_weights_are_not_mixed_in(study, monkeypatch, tmp_path):
     study.run("seed-100", float("inf"), tmp_path / "runs")
     lines = [json.loads(line) | {"model": "0" * 12} for line in study.RESULTS.read_text().splitlines()]
     study.RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(SystemExit, match="'multiply' in .* start from 000000000000"):
+    with pytest.raises(SystemExit, match=r"'multiply' in .* start from 000000000000"):
         study.run("", float("inf"), tmp_path / "runs")
     assert len(study.read_results()) == len(lines)
+
+
+def test_a_run_of_other_settings_is_not_gone_on_with(study, monkeypatch, tmp_path):
+    monkeypatch.setattr(study, "start", Trained)
+    job = next(study.jobs({}))
+    folder = tmp_path / "runs" / job.folder
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        to_yaml(load_config(study.ROOT / job.arguments[1], [*job.arguments[2:], "steps=9"]))
+    )
+    with pytest.raises(SystemExit, match="begun with other settings"):
+        study.run("", float("inf"), tmp_path / "runs")
+    assert not study.read_results()
 
 
 def test_a_second_checkpoint_takes_the_choices_of_the_first(study, monkeypatch):

@@ -158,6 +158,8 @@ BAD = {
     "model.max_position_embeddings=8": "= 12 tokens, but the model takes 8",
     "data.max_prompt_length=2": "18 of 18 prompts are longer than data.max_prompt_length = 2",
     "data.prompt_column=question": "rows.jsonl has no column 'question'; it has prompt, answer",
+    "data.task_column=topic": "has no column 'topic'; it has prompt, answer. Set data.task_column",
+    "data.answer_column=null": "reward.kind=exact needs data.answer_column",
     "data.template=chat": "the tokenizer has no chat template; set data.template=plain",
     "data.train=absent.jsonl": "data.train=absent.jsonl: no such file",
     "data.train=empty.jsonl": "empty.jsonl holds no rows",
@@ -213,6 +215,7 @@ def test_rewards_that_fail_for_some_rows(base):
     assert train.main([*base, *more, "data.train=four.jsonl", "data.eval=null"]) == 0
     (row,) = read_rows("out/metrics.jsonl")
     assert row["rows/dropped"] == 6  # two answers each to the first three prompts
+    assert (row["reward/errors"], row["reward/timeouts"]) == (2, 2)
     assert 0 <= row["reward/mean"] <= 1
 
 

@@ -17,7 +17,7 @@ from logra_jax.errors import UserError
 from logra_jax.optim.links import needs_params, value_at
 from logra_jax.optim.projection import expand_leaf, expand_matrix, from_stack, to_stack, weight_keys
 from logra_jax.optim.rounding import join, needs_rounding, refuse_plain, round_stochastic, split
-from logra_jax.optim.spec import Matrix, SketchSpec, map_leaves
+from logra_jax.optim.spec import Matrix, SketchSpec, map_leaves, path_string
 
 
 @partial(
@@ -44,6 +44,13 @@ class LowRank:
     def matrix(self, shape: tuple[int, ...]) -> Matrix:
         """How the matrices lie in the leaf of that shape."""
         return Matrix("", (), shape, self.in_axes, self.out_axes)
+
+    def __radd__(self, leaf: Any) -> Any:
+        """What `optax.apply_updates` comes to, which cannot add a factor to a weight."""
+        raise UserError(
+            "optax.apply_updates: this chain ends in low-rank updates; use logra_jax.apply_updates, or for updates in "
+            "full lift(spec, dense=True)"
+        )
 
 
 class LiftState(NamedTuple):
@@ -164,6 +171,11 @@ def _apply(train: Any, updates: Any, keys: Any = None, residual: Any = None, sha
         stored = (jnp.asarray(leaf),) if low is None else (jnp.asarray(leaf), low)
         if isinstance(update, LowRank):
             return _add_low_rank(stored, jax.tree.map(jnp.asarray, update), key, sharding)
+        if jnp.shape(update) != jnp.shape(leaf):
+            raise UserError(
+                f"apply_updates: the update of {path_string(path)} has shape {jnp.shape(update)}, the weight "
+                f"{jnp.shape(leaf)}; where that is a sketch, end the chain with lift(spec)"
+            )
         return _add_dense(stored, jnp.asarray(update), key)
 
     return jax.tree.map_with_path(

@@ -58,9 +58,15 @@ def scale_by_row_adam(
       spec: needed for sketches with b1 > 0 (for `refresh`), and for targets whose matrix is not the last two axes.
 
     Raises:
-      UserError: updates of another shape than `init` expected: sketches with b1 and without a spec are.
+      UserError: b1 beside sketches that are redrawn at every update, where momentum starts anew each time; updates of
+        another shape than `init` expected: sketches with b1 and without a spec are.
     """
     with_momentum = not (isinstance(b1, int | float) and b1 == 0)
+    if with_momentum and spec is not None and spec.refresh == 1:
+        raise UserError(
+            "scale_by_row_adam: b1 does nothing where projections are redrawn at every update (refresh=1), for then "
+            "momentum starts anew each time: give the spec refresh=0 (kept for good) or more updates, or leave b1 out"
+        )
 
     def init_fn(params: Any) -> RowAdamState:
         matrices = {} if spec is None else spec.matrices(params)

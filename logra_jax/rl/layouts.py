@@ -2,7 +2,7 @@ r"""Published layouts of questions with answers, as rows for the trainer.
 
 gsm8k   question, answer: a worked answer that ends in `#### 18`, with marks of a calculator, `<<16-3=13>>`
 math    problem, solution with the answer in its last \boxed{}, or answer; level, subject or type, unique_id
-dapo    prompt: a list of messages (or a text), reward_model.ground_truth (or solution), extra_info.index
+dapo    prompt: a list of messages (or a text), reward_model.ground_truth (or answer, solution), extra_info.index
 plain   any columns, by their names; `reward_model.ground_truth` reaches into a column
 """
 
@@ -79,7 +79,7 @@ def _dapo(row: Mapping[str, Any]) -> Question:
         prompt = prompt[0].get("content")
     if isinstance(prompt, str):
         prompt = _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", prompt, count=1)).strip()
-    answer = _answer(row, "reward_model.ground_truth", "solution")
+    answer = _answer(row, "reward_model.ground_truth", "answer", "solution")
     return Question(prompt, answer, _id(look_up(row, "extra_info.index")), {})
 
 
@@ -153,7 +153,8 @@ def normal(prompt: Any) -> str:
     if isinstance(prompt, list):
         prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
     text = unicodedata.normalize("NFKC", str(prompt)).casefold()
-    text = re.sub(r"\\(?:left|right|displaystyle|textstyle|quad|qquad|[,;:! ])(?![a-z])|[$\s]", "", text)
+    text = re.sub(r"\\(?:left|right|displaystyle|textstyle|quad|qquad|[,;:! ])(?![a-z])|\$", "", text)
+    text = re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", text))  # 1 23 is not 12 3
     return re.sub(r"\\[dtc]frac", r"\\frac", text).rstrip(".?")  # 5! is not 5
 
 

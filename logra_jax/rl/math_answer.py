@@ -1,6 +1,7 @@
 r"""Is the last \boxed{...} of a completion the gold answer? Runs inside grading workers only."""
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -19,6 +20,8 @@ _WITHOUT_UNITS = NormalizationConfig(units=False, malformed_operators=True, nits
 
 
 _PLAIN = re.compile(r"(-?)(?:\\[dtc]?frac\{(\d+)\}\{(\d+)\}|((?!0\d)\d+(?:\.\d+)?))", re.ASCII)
+_BASE = re.compile(r"\d_\{?(\d+)\}?$", re.ASCII)
+_CLOCK = re.compile(r"\s*\d{1,2}(\s*:\s*\d{2})+.*")
 
 
 class BadGold(Exception):
@@ -47,20 +50,21 @@ def score(gold: str, completion: str) -> float:
         return 1.0
     if _depth(answer) > MAX_DEPTH:
         return 0.0
-    if ":" in answer and ":" in target:
-        return float(_same_ratio(target, answer))
-    want = _parse(target)
+    bases = [found and found[1] for found in map(_BASE.search, (answer, target))]
+    if all(bases) and bases[0] != bases[1]:
+        return 0.0  # below, what follows a number's _ is left out
+    is_ratio = ":" in answer and ":" in target
+    want = _ratio(target) if is_ratio else _parse(target)
     if want is None:
         return 0.0
-    try:
-        bound(want)
-    except TooLarge as error:
-        raise BadGold("the gold answer is too large to evaluate") from error
-    got = _parse(answer)
+    _bound_gold(want)
+    got = _ratio(answer) if is_ratio else _parse(answer)
     if got is None:
         return 0.0
     try:
         bound(got)
+        if is_ratio:
+            return float(_same_ratio(want, got))
         # To evaluate them was the question, and may take for ever.
         if got.has(*OPEN_ENDED) and not want.has(*OPEN_ENDED):
             return 0.0
@@ -88,11 +92,17 @@ def check_gold(gold: str) -> None:
         raise BadGold("the gold answer is empty")
     if len(target) > MAX_BOX or _depth(target) > MAX_DEPTH:
         raise BadGold(f"the gold answer has over {MAX_BOX} characters, or brackets more than {MAX_DEPTH} deep")
-    if ":" in target:
-        return
-    want = _parse(target)
-    if want is None and not re.fullmatch(r"[\s\w.,;:()'’-]*", re.sub(r"\\text\w*\s*\{([^{}]*)\}", r"\1", target)):
+    want = _ratio(target) if ":" in target else _parse(target)
+    if (
+        want is None
+        and ":" not in target
+        and not re.fullmatch(r"[\s\w.,;:()'’-]*", re.sub(r"\\text\w*\s*\{([^{}]*)\}", r"\1", target))
+    ):
         raise BadGold("the gold answer is neither mathematics that can be read nor words")
+    _bound_gold(want)
+
+
+def _bound_gold(want: Any) -> None:
     try:
         bound(want)
     except TooLarge as error:
@@ -107,18 +117,23 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _same_ratio(target: str, answer: str) -> bool:
-    """a:b:c against d:e:f, up to a common factor; clock times as they are written."""
-    if any(re.fullmatch(r"\s*\d{1,2}(\s*:\s*\d{2})+.*", text) for text in (target, answer)):
-        return re.sub(r"\s", "", target) == re.sub(r"\s", "", answer)
-    sides = [[_parse(part) for part in re.split(r"(?<!\\):", text)] for text in (target, answer)]
-    if len(sides[0]) != len(sides[1]) or not all(isinstance(part, sympy.Expr) for side in sides for part in side):
+def _ratio(text: str) -> sympy.Basic | None:
+    """a:b:c as a tuple, a clock time as a symbol; None where a part is no number."""
+    if _CLOCK.fullmatch(text):
+        return sympy.Symbol(re.sub(r"\s", "", text))
+    parts = [_parse(part) for part in re.split(r"(?<!\\):", text)]
+    return sympy.Tuple(*parts) if all(isinstance(part, sympy.Expr) for part in parts) else None
+
+
+def _same_ratio(want: sympy.Basic, got: sympy.Basic) -> bool:
+    """Up to a common factor; clock times as they are written."""
+    if not isinstance(want, sympy.Tuple) or not isinstance(got, sympy.Tuple):
+        return bool(want == got)
+    if len(want) != len(got):
         return False
-    for side in sides:
-        for part in side:
-            bound(part)
-    (first, *want), (other, *got) = sides
-    return all(equal(a * other, b * first) for a, b in zip(want, got, strict=True))
+    pairs = list(zip(want, got, strict=True))
+    zeros = all(equal(a, sympy.S.Zero) == equal(b, sympy.S.Zero) for a, b in pairs)  # 0:0 is like no other
+    return zeros and all(equal(a * d, c * b) for (a, b), (c, d) in itertools.combinations(pairs, 2))
 
 
 @functools.lru_cache(maxsize=4096)  # a group shares its gold answer and often its wrong ones

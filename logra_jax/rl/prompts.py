@@ -1,9 +1,10 @@
 """Prompts: a file or a mixture of tasks in, left-padded token ids out; their order needs no state but a count."""
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,12 +82,14 @@ class PromptOrder:
         return np.array([self._rows[i] for i in range(start, start + size)], dtype=np.int32).reshape(size)
 
 
-def check_columns(path: str | Path, wanted: Sequence[str], *, held_out: bool = False) -> list[str]:
+def check_columns(path: str | Path, wanted: Mapping[str, str | None], *, held_out: bool = False) -> list[str]:
     """The columns of a prompt file, read from its first row (JSONL) or its schema (Parquet): cheap.
 
     A mixture of tasks is checked and made, which takes longer. held_out: see `load_prompts`.
 
-    Raises UserError when a wanted column is absent, naming it and the columns found.
+    wanted: column names by the setting of data.* that gives them, None where it gives none.
+
+    Raises UserError when a wanted column is absent, naming it, its setting and the columns found.
     """
     path = _existing(path)
     if _is_parquet(path):
@@ -96,11 +99,10 @@ def check_columns(path: str | Path, wanted: Sequence[str], *, held_out: bool = F
         if first is None:
             raise UserError(f"{path} holds no rows")
         found = list(first[1])
-    for name in wanted:
-        if name not in found:
+    for setting, name in wanted.items():
+        if name is not None and name not in found:
             raise UserError(
-                f"{path} has no column {name!r}; it has {', '.join(found) or 'none'}. "
-                "Set data.prompt_column and data.answer_column to columns of the file"
+                f"{path} has no column {name!r}; it has {', '.join(found) or 'none'}. Set data.{setting} to one of them"
             )
     return found
 
@@ -153,8 +155,7 @@ def load_prompts(
         raise UserError(f"data.prompt_format {prompt_format!r} has no {{prompt}} in it")
     if max_prompt_length < 1:
         raise UserError(f"data.max_prompt_length must be at least 1, not {max_prompt_length}")
-    wanted = [prompt_column] + ([] if answer_column is None else [answer_column])
-    check_columns(path, wanted, held_out=held_out)
+    check_columns(path, {"prompt_column": prompt_column, "answer_column": answer_column}, held_out=held_out)
     encode = _encode_plain
     if template == "chat":
         encode = partial(_encode_chat, options=_template_options(tokenizer, enable_thinking))
@@ -307,15 +308,24 @@ def _is_parquet(path: Path) -> bool:
     return path.suffix.lower() == ".parquet"
 
 
+@contextlib.contextmanager
+def _parquet_errors(path: Path) -> Iterator[None]:
+    """What pyarrow says of a damaged file, when it is opened or on the way, as a UserError."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
+
+
 def _parquet(path: Path, part: Literal["read_schema", "ParquetFile"]) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
         raise UserError("reading Parquet needs pyarrow: pip install pyarrow, or the extra [parquet]") from None
-    try:
+    with _parquet_errors(path):
         return getattr(pyarrow.parquet, part)(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from error
 
 
 def read_rows(path: Path, *, held_out: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -323,12 +333,18 @@ def read_rows(path: Path, *, held_out: bool = False) -> Iterator[tuple[str, dict
     if is_mixture(path):
         rows: Iterable[dict[str, Any]] = make_rows(path, held_out=held_out)
     elif _is_parquet(path):
-        rows = (row for batch in _parquet(path, "ParquetFile").iter_batches(1024) for row in batch.to_pylist())
+        rows = _parquet_rows(path)
     else:
         yield from _jsonl_rows(path)
         return
     for number, row in enumerate(rows, start=1):
         yield f"{path}: row {number}", row
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with _parquet_errors(path):
+        for batch in _parquet(path, "ParquetFile").iter_batches(1024):
+            yield from batch.to_pylist()
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -5,11 +5,12 @@ model and scores 0.0; a reward FUNCTION that raises, hangs or returns no finite 
 fault, so the row is dropped (NaN) and counted, and so is a row whose gold answer cannot be used.
 """
 
+import difflib
 import math
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,8 @@ from logra_jax.rl.math_text import answer_text
 from logra_jax.rl.tasks import ENTRY
 from logra_jax.rl.workers import Pool
 
+KINDS = ("math", "exact", "reasoning_gym")
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 TAIL = 100_000  # characters of a completion that a grader sees, from its end
 VOTE_TAIL = 10_000  # of one that a pattern is tried on outside of a worker that could be killed over it
 WHOLE = r"\A([\s\S]*)\Z"  # the pattern of an answer that is all of its completion
@@ -30,18 +33,21 @@ ROW_ROUNDS = 8  # a failed batch is graded row by row for at most this many time
 
 @dataclass(frozen=True)
 class RewardCounts:
-    """Rows of one `grade` call that ran out of time, raised (or lost their worker), were not finite."""
+    """Rows that ran out of time, raised (or lost their worker, or have no usable reference answer), were not finite."""
 
     timeouts: int = 0
     errors: int = 0
     non_finite: int = 0
+
+    def __add__(self, other: "RewardCounts") -> "RewardCounts":
+        return RewardCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Grader:
     """Scores completions; a context manager. `counts` describes the last `grade` call."""
 
     def __init__(self) -> None:
-        self.counts = RewardCounts()
+        self.counts = self._untold = RewardCounts()
         self._one = threading.Lock()
 
     def grade(self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]) -> np.ndarray:
@@ -55,10 +61,17 @@ class Grader:
         with self._one:
             scores, counts, reason = self._grade(list(prompts), [text[-TAIL:] for text in completions], columns)
             self.counts = counts
+            self._untold += counts
         rewards = np.array(scores, dtype=np.float32)
         if len(rewards) and np.isnan(rewards).all():
             raise UserError(f"every reward failed ({len(rewards)} rows): {reason}")
         return rewards
+
+    def new_counts(self) -> RewardCounts:
+        """Of all `grade` calls since this was last asked."""
+        with self._one:
+            counts, self._untold = self._untold, RewardCounts()
+        return counts
 
     def _grade(
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
@@ -112,20 +125,19 @@ def make_reward(
         return _MathGrader(Pool(kind, workers, timeout_s), str(answer_column))
     if kind == "reasoning_gym":
         if pattern is not None:
-            _compile(pattern)
+            compile_pattern(pattern)
         return _AnswerGrader(Pool(kind, workers, timeout_s), {"entry": ENTRY}, pattern=pattern)
     if kind == "exact":
         return _ExactGrader(str(answer_column), pattern)
-    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", kind):
-        return _FunctionGrader(kind, Pool(kind, workers, timeout_s), timeout_s)
-    raise UserError(f"reward.kind {kind!r} is not math, exact, reasoning_gym or module:function")
+    check_kind(kind)
+    return _FunctionGrader(kind, Pool(kind, workers, timeout_s), timeout_s)
 
 
 class _ExactGrader(Grader):
     def __init__(self, answer_column: str, pattern: str | None):
         super().__init__()
         self._answer_column = answer_column
-        self._pattern = _compile(WHOLE if pattern is None else pattern)
+        self._pattern = compile_pattern(WHOLE if pattern is None else pattern)
 
     def _grade(
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
@@ -169,7 +181,7 @@ class _AnswerGrader(Grader):
         return scores, RewardCounts(timeouts=timeouts, errors=errors), reason
 
     def answers(self, completions: Sequence[str]) -> list[str | None]:
-        pattern = _compile(self._fixed.get("pattern") or WHOLE)
+        pattern = compile_pattern(self._fixed.get("pattern") or WHOLE)
         return [_found(pattern, completion[-VOTE_TAIL:]) or None for completion in completions]
 
     def close(self) -> None:
@@ -261,11 +273,21 @@ def _found(pattern: re.Pattern[str], completion: str) -> str | None:
     return None if answer is None else answer.strip()
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
+def check_kind(kind: str) -> None:
+    """Raises UserError for what is no `kind` of `make_reward`."""
+    if kind in KINDS or FUNCTION.fullmatch(kind):
+        return
+    near = difflib.get_close_matches(kind, KINDS, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(f"reward.kind={kind!r} is none of {', '.join(KINDS)} and module:function{hint}")
+
+
+def compile_pattern(pattern: str, key: str = "reward.pattern", groups: int = 1) -> re.Pattern[str]:
+    """Raises UserError, naming the setting, for what is no regular expression or has fewer groups."""
     try:
         found = re.compile(pattern)
     except re.error as error:
-        raise UserError(f"reward.pattern {pattern!r} is not a regular expression: {error}") from None
-    if found.groups < 1:
-        raise UserError(f"reward.pattern {pattern!r} has no group; put the answer in parentheses")
+        raise UserError(f"{key}: {pattern!r} is not a regular expression: {error}") from None
+    if found.groups < groups:
+        raise UserError(f"{key}={pattern!r} needs a group, such as '#(.*)$', that holds the answer")
     return found

@@ -1,6 +1,7 @@
 """Grading shared by the processes of a run: each grades its block of the rows, and all get all rewards."""
 
 import math
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from logra_jax.rl.reward import Grader, RewardCounts
 class SharedGrader(Grader):
     """Calls `grader`, which every process has, on this process's rows. All processes call it with the same rows.
 
-    What makes one process raise makes all raise; `counts` are those of this process's rows.
+    What makes one process raise makes all raise.
     """
 
     def __init__(self, grader: Grader):
@@ -41,7 +42,9 @@ class SharedGrader(Grader):
         except (UserError, OSError) as problem:
             error = problem
         distributed.agree(error)
-        return distributed.collect(np.asarray(scores, np.float32), len(completions)).tolist(), counts, reason
+        every = distributed.collect(np.asarray(scores, np.float32), len(completions))
+        counts = RewardCounts(*distributed.total(np.asarray(astuple(counts), np.int32)).tolist())
+        return every.tolist(), counts, reason
 
     def answers(self, completions: Any) -> list[str | None] | None:
         """See `Grader.answers`. Each process looks at all of them, which takes little."""

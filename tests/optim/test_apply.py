@@ -162,7 +162,19 @@ def sharded_train():
         "kernel": put(jnp.ones((6, 8)), "fsdp"),
         "frozen": None,
     }
-    return mesh, SketchSpec(rank=2, targets=("layers/.*kernel",)), train
+    return mesh, SketchSpec(rank=2, refresh=0, targets=("layers/.*kernel",)), train
+
+
+def test_updates_of_another_form_than_the_weights(toy) -> None:
+    """The two ways to end a chain, each with the other's `apply_updates`, and a chain without an end."""
+    link = sketch(toy.spec)
+    sketches = link.update(factors(toy), link.init(toy.params), toy.params)[0]
+    with pytest.raises(UserError, match=r"head/kernel has shape \(4, 8\).* lift\(spec\)"):
+        apply_updates(toy.params, sketches)
+    last = lift(toy.spec)
+    updates = last.update(sketches, last.init(toy.params), toy.params)[0]
+    with pytest.raises(UserError, match=r"use logra_jax\.apply_updates, or .* lift\(spec, dense=True\)"):
+        optax.apply_updates(toy.params, updates)
 
 
 @pytest.mark.parametrize("wrap", ["chain", "partition", "masked", "inject"])

@@ -1,5 +1,7 @@
 """A bad number anywhere: nothing moves, nothing counts, and the flags say so."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ from logra_jax import (
 def run(toy):
     """A jitted, donated step of a guarded chain: decay, momentum, Adam on the biases, the KL link."""
     with jax.numpy_dtype_promotion("standard"):
-        spec = toy.spec
+        spec = dataclasses.replace(toy.spec, refresh=0)
         inner = optax.partition(
             {
                 "sketched": optax.chain(sketch(spec), scale_by_row_adam(spec=spec, b1=0.5), optax.scale(-0.01)),

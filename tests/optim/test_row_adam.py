@@ -42,7 +42,7 @@ def run(tx, params, sketches):
 
 
 @pytest.mark.parametrize("preserve_norm", [False, True])
-@pytest.mark.parametrize(("b1", "refresh", "r"), [(0.0, 1, 3), (0.9, 1, 3), (0.9, 3, 3), (0.5, 0, 3), (0.5, 0, 9)])
+@pytest.mark.parametrize(("b1", "refresh", "r"), [(0.0, 1, 3), (0.9, 2, 3), (0.9, 3, 3), (0.5, 0, 3), (0.5, 0, 9)])
 def test_against_the_formulas(preserve_norm, b1, refresh, r) -> None:
     d, k = 5, 9
     rng = np.random.default_rng(1)
@@ -138,7 +138,7 @@ def test_vectors_and_scalars_are_taken_entry_by_entry() -> None:
 
 
 def test_axes_come_from_the_spec() -> None:
-    spec = SketchSpec(rank=3, targets=(Target("q", (-3,), (-2, -1)),))
+    spec = SketchSpec(rank=3, refresh=0, targets=(Target("q", (-3,), (-2, -1)),))
     params = {"q": jax.ShapeDtypeStruct((2, 12, 2, 4), jnp.bfloat16)}
     state = scale_by_row_adam(b1=0.5, spec=spec).init(params)
     assert state.rms["q"].shape == (2, 8)
@@ -153,6 +153,11 @@ def test_momentum_of_sketches_needs_the_spec() -> None:
     tx = scale_by_row_adam(b1=0.9)
     with pytest.raises(UserError, match="b1 > 0 needs spec="):
         tx.update({"w": jnp.zeros((3, 5))}, tx.init({"w": jnp.zeros((9, 5))}))
+
+
+def test_momentum_needs_projections_that_last() -> None:
+    with pytest.raises(UserError, match=r"b1 does nothing .* refresh=0"):
+        scale_by_row_adam(b1=0.9, spec=SketchSpec(rank=3))
 
 
 def test_unsketched_gradient_is_refused_where_it_shows(toy) -> None:

@@ -96,7 +96,18 @@ PAIRS = [
     ("10", r"10\text{ cm}", 1),
     (r"\text{(C)}", "C", 1),
     ("A", "B", 0),
+    ("21_3", "21_4", 0),
+    ("21_{3}", "21_3", 1),
+    ("21_3", "21", 1),
     (r"\text{east}", r"\text{west}", 0),
+    # ratios, times of day
+    ("1:2:3", r"2:4:\,6", 1),
+    ("1:2:3", "1:2:4", 0),
+    ("0:2:3", "0:4:6", 1),
+    ("0:0", "1:2", 0),
+    ("0:2:3", "5:2:3", 0),
+    ("2:5", "12:30", 0),
+    ("12:30", "12: 30", 1),
     # tuples, intervals, sets, matrices
     ("(1,2)", "(2,1)", 0),
     ("(1, 2)", "[1,2]", 0),
@@ -263,6 +274,14 @@ def test_gold_may_be_boxed_itself_and_must_not_be_empty():
     assert score(r"The answer is \boxed{8}.", r"\boxed{9}") == 0.0
     with pytest.raises(BadGold):
         score("  ", r"\boxed{}")
+
+
+def test_ratio_too_large_to_compare():
+    assert score("1:2", r"\boxed{1:9^{9^{9^{9}}}}") == 0.0
+    with pytest.raises(BadGold):
+        score("1:9^{9^{9^{9}}}", r"\boxed{1:2}")
+    with pytest.raises(BadGold):
+        check_gold("1:9^{9^{9^{9}}}")
 
 
 def test_long_completion_is_graded_on_its_tail(grader):

@@ -123,7 +123,7 @@ def test_parquet_reads_like_jsonl(tmp_path, jsonl, tokenizer):
 
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table({"prompt": ["one", "two"], "answer": [1, 2], "extra": [[1], None]}), path)
-    assert check_columns(path, ["answer"]) == ["prompt", "answer", "extra"]
+    assert check_columns(path, {"answer_column": "answer", "task_column": None}) == ["prompt", "answer", "extra"]
     prompts = load(path, tokenizer)
     same = load(jsonl(rows(("one", 1), ("two", 2))), tokenizer)
     np.testing.assert_array_equal(prompts.tokens, same.tokens)
@@ -135,6 +135,12 @@ def test_parquet_reads_like_jsonl(tmp_path, jsonl, tokenizer):
     path.write_bytes(b"PAR1 not really")
     with pytest.raises(UserError, match=r"data\.parquet"):
         load(path, tokenizer)
+    pq.write_table(pa.table({"prompt": ["one"] * 99, "answer": [str(i) for i in range(99)]}), path)
+    damaged = bytearray(path.read_bytes())
+    damaged[4:24] = b"\xff" * 20  # its first page; the schema stands at its end
+    path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"data\.parquet is not a readable Parquet file"):
+        load(path, tokenizer)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, tokenizer, monkeypatch):
@@ -143,7 +149,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, tokenizer, monke
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match=r"pip install pyarrow.*\[parquet\]"):
-        check_columns(path, ["prompt"])
+        check_columns(path, {"prompt_column": "prompt"})
 
 
 # what is refused
@@ -202,11 +208,12 @@ def test_messages_do_not_repeat_the_row(jsonl, tokenizer):
 
 def test_columns_are_checked_before_anything_else(jsonl, tmp_path):
     path = jsonl('\n{"question":"a","answer":"1"}\n{broken\n')
-    with pytest.raises(UserError, match=r"no column 'prompt'; it has question, answer"):
-        check_columns(path, ["prompt", "answer"])
-    assert check_columns(path, ["question"]) == ["question", "answer"]
+    said = r"no column 'topic'; it has question, answer\. Set data\.task_column to one of them"
+    with pytest.raises(UserError, match=said):
+        check_columns(path, {"answer_column": "answer", "task_column": "topic"})
+    assert check_columns(path, {"prompt_column": "question"}) == ["question", "answer"]
     with pytest.raises(UserError, match="no prompt file"):
-        check_columns(tmp_path / "absent.jsonl", ["prompt"])
+        check_columns(tmp_path / "absent.jsonl", {"prompt_column": "prompt"})
 
 
 def test_prompts_that_do_not_fit(jsonl, tokenizer):

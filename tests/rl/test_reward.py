@@ -161,8 +161,8 @@ def test_a_batch_of_hangs_ends_in_bounded_time(here):
         ("my_rewards:missing", "missing"),
         ("my_rewards:number", "not callable"),
         ("no_such_module:f", "No module named 'no_such_module'$"),
-        ("mathe", "mathe.*math, exact, reasoning_gym or module:function"),
-        ("my rewards:f", "math, exact, reasoning_gym or module:function"),
+        ("mathe", "mathe.*math, exact, reasoning_gym and module:function"),
+        ("my rewards:f", "math, exact, reasoning_gym and module:function"),
     ],
 )
 def test_unusable_kinds_are_refused_at_once(here, kind, message):
@@ -177,7 +177,7 @@ def test_settings_are_checked(here):
         make_reward("math", answer_column="answer", timeout_s=0.0, workers=1)
     with pytest.raises(UserError, match="workers"):
         make_reward("math", answer_column="answer", timeout_s=1.0, workers=0)
-    with pytest.raises(UserError, match="no group"):
+    with pytest.raises(UserError, match="needs a group"):
         make_reward("exact", answer_column="answer", timeout_s=1.0, workers=1, pattern="#.*")
     with pytest.raises(UserError, match="regular expression"):
         make_reward("exact", answer_column="answer", timeout_s=1.0, workers=1, pattern="(")
@@ -258,7 +258,7 @@ def test_after_many_late_answers_the_others_get_less_time(here):
 
 
 def test_reference_answers_are_looked_at_before_training(maths):
-    golds = ["1", " -20 ", "9^{9^{9^{9}}}", r"\frac{1}{2}", "", r"\int_0^1 x^{x^{x^{x}}} dx"]
+    golds = ["1", " -20 ", "9^{9^{9^{9}}}", r"\frac{1}{2}", "", r"\int_0^1 x^x dx"]
     bad = maths.unusable({"answer": golds})
     assert list(bad) == [2, 4]
     assert "too large" in bad[2]

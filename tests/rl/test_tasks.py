@@ -74,7 +74,7 @@ def write(folder, text):
 )
 def test_mistakes_are_found_without_reasoning_gym(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
-        check_columns(write(tmp_path, text), ["prompt"])
+        check_columns(write(tmp_path, text), {"prompt_column": "prompt"})
 
 
 def test_counts_follow_the_weights():
