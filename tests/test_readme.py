@@ -31,11 +31,14 @@ def test_the_optax_example_trains_in_25_lines():
     assert losses[-1] < 0.25 * losses[0]
 
 
-def test_settings_of_methods_go_together():
+def test_settings_of_methods_go_together(tmp_path):
     rows = re.findall(r"^\| [^|]*\(\d{4}\.\d{5}\) \| `([^`]*)`", README, re.M)
     assert len(rows) == 5
+    mine = tmp_path / "my.yaml"
+    mine.write_text(re.search(r"```yaml\n(steps:.*?)```", README, re.S)[1], encoding="utf-8")
     for row in rows:
         load_config(None, row.split())
+        load_config(mine, row.split())
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.\w+", README))))
