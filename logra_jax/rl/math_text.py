@@ -1,4 +1,7 @@
-r"""The answer of a completion as a text: its last \boxed{}, without what carries no meaning. Free of sympy."""
+r"""The answer of a completion as a text: its last \boxed{} without what carries no meaning, or a group.
+
+Free of sympy.
+"""
 
 import re
 
@@ -82,3 +85,11 @@ def squash(text: str) -> str:
     text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![A-Za-z])", "", text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+
+
+def last_group(pattern: re.Pattern[str], text: str) -> str | None:
+    """Group 1 of the last match, without the spaces around it; None without a match, or if the group is not in it."""
+    answer = None
+    for match in pattern.finditer(text):
+        answer = match[1]
+    return None if answer is None else answer.strip()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from logra_jax.errors import UserError
-from logra_jax.rl.math_text import answer_text
+from logra_jax.rl.math_text import answer_text, last_group
 from logra_jax.rl.tasks import ENTRY
 from logra_jax.rl.workers import Pool
 
@@ -143,11 +143,11 @@ class _ExactGrader(Grader):
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
     ) -> tuple[list[float], RewardCounts, str]:
         golds = _texts(columns, self._answer_column)
-        found = [_found(self._pattern, completion) for completion in completions]
+        found = [last_group(self._pattern, completion) for completion in completions]
         return [float(a == gold.strip()) for a, gold in zip(found, golds, strict=True)], RewardCounts(), ""
 
     def answers(self, completions: Sequence[str]) -> list[str | None]:
-        return [_found(self._pattern, completion[-TAIL:]) or None for completion in completions]
+        return [last_group(self._pattern, completion[-TAIL:]) or None for completion in completions]
 
 
 class _AnswerGrader(Grader):
@@ -182,7 +182,7 @@ class _AnswerGrader(Grader):
 
     def answers(self, completions: Sequence[str]) -> list[str | None]:
         pattern = compile_pattern(self._fixed.get("pattern") or WHOLE)
-        return [_found(pattern, completion[-VOTE_TAIL:]) or None for completion in completions]
+        return [last_group(pattern, completion[-VOTE_TAIL:]) or None for completion in completions]
 
     def close(self) -> None:
         self._pool.close()
@@ -263,14 +263,6 @@ def _texts(columns: dict[str, list[Any]], name: str) -> list[str]:
     if name not in columns:
         raise UserError(f"no column {name!r} among {', '.join(columns) or 'none'}; set data.answer_column")
     return [str(value) for value in columns[name]]
-
-
-def _found(pattern: re.Pattern[str], completion: str) -> str | None:
-    """Group 1 of the last match, without the spaces around it; None without a match, or if the group is not in it."""
-    answer = None
-    for match in pattern.finditer(completion):
-        answer = match[1]
-    return None if answer is None else answer.strip()
 
 
 def check_kind(kind: str) -> None:

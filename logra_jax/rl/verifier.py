@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from logra_jax.rl.math_text import last_group
 from logra_jax.rl.tasks import make_dataset
 
 _FORMULA = (
@@ -110,11 +111,7 @@ def make_verifier() -> Callable[[str, str, str | None], float]:
     datasets: dict[str, Any] = {}  # some take a second to make
 
     def verify(entry: str, completion: str, pattern: str | None) -> float:
-        answer: str | None = completion
-        if pattern is not None:
-            answer = None
-            for found in re.finditer(pattern, completion):
-                answer = found[1]
+        answer = completion.strip() if pattern is None else last_group(re.compile(pattern), completion)
         if answer is None:
             return 0.0
         task, difficulty, question = _entry(entry)
@@ -123,7 +120,7 @@ def make_verifier() -> Callable[[str, str, str | None], float]:
             datasets[key] = make_dataset(task, difficulty)
         guard.active = True
         try:
-            reward = float(datasets[key].score_answer(answer.strip(), question))
+            reward = float(datasets[key].score_answer(answer, question))
         finally:
             guard.active = False
         if not math.isfinite(reward):
