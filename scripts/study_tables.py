@@ -121,11 +121,18 @@ def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *lines)]
 
 
+def by_task(head: str, lines: Iterator[Sequence[str]]) -> list[str]:
+    """Lines of Markdown: a column per task that has anything in it."""
+    found = list(lines)
+    filled = [0, *(i for i in range(1, len(TASKS) + 1) if any(line[i] for line in found))]
+    return table([(head, *TASKS)[i] for i in filled], [[line[i] for i in filled] for line in found])
+
+
 def tries(task: str, done: Done) -> Iterator[str]:
     """A line per cell whose step size or budget was chosen, or is being."""
     for cell in CELLS.values():
-        found = [Job(task, cell.name, choice, TUNING) for choice in cell.tries]
-        found = [f"{short(job.choice)}: {done[job]['accuracy']:.3f}" for job in found if job in done]
+        jobs = [Job(task, cell.name, choice, TUNING) for choice in cell.tries]
+        found = [f"{short(job.choice)}: {done[job]['accuracy']:.3f}" for job in jobs if job in done]
         if found:
             yield f"- {cell.name}: {', '.join(found)}"
 
@@ -138,17 +145,18 @@ def report() -> str:
         FINDINGS.read_text(encoding="utf-8"),
         f"## Minus {RIVAL}",
         "",
-        *table(("update", *TASKS), list(over_tasks(done))),
+        *by_task("update", over_tasks(done)),
         "",
     ]
-    text += ["## What is lost where", "", *table(("difference", *TASKS), list(steps(done))), ""]
+    text += ["## What is lost where", "", *by_task("difference", steps(done)), ""]
     for task in TASKS:
         if not (found := list(rows(task, done))):
             continue
         starts = {(line["model"], line["accuracy before"]) for job, line in done.items() if job.task == task}
         known = ", ".join(f"{before:.3f} (model {digest})" for digest, before in sorted(starts))
         text += [f"## {task}: from {known}", "", *table(HEADS, found), ""]
-        text += [f"Held-out accuracy of the tries on seed {TUNING}:", "", *tries(task, done), ""]
+        if tried := list(tries(task, done)):
+            text += [f"Held-out accuracy of the tries on seed {TUNING}:", "", *tried, ""]
     return "\n".join(text)
 
 
@@ -156,13 +164,14 @@ INTRODUCTION = f"""# Optimizers at equal rollouts
 
 Written by `python scripts/study.py table` from `docs/study/results.jsonl`, to which `python scripts/study.py run`
 adds a line per run, with its settings. Step sizes, or under KL control budgets, are chosen on seed {TUNING}; rows
-show mean ± sample standard deviation over others, {SEEDS[0]} to {SEEDS[-1]}. Accuracy is greedy, on 460 held-out
-questions, after 60 updates of 16 prompts x 8 answers; the sampled reward is the mean of the last 10 updates. In
-brackets, a difference in standard deviations of a run, pooled over both sides. Realised KL: per token and update, the
-median over the run. Memory: the optimizer's state and the gradients or sketches it is given, float32, from shapes.
-LoGRA is of rank 16 where no other is named.
+show mean ± sample standard deviation over others, as many as stand there, from seed {SEEDS[0]} on. Accuracy is greedy,
+on 460 held-out questions, after 60 updates of 16 prompts x 8 answers; the sampled reward is the mean of the last 10
+updates. In brackets, a difference in standard deviations of a run, pooled over both sides. Realised KL: per token and
+update, the median over the run. Memory: the optimizer's state and the gradients or sketches it is given, float32, from
+shapes. LoGRA is of rank 16 where no other is named.
 
 The models have 1.1 M parameters. `multiply` is the demo (588*6=); `add` (47+85+36=) starts like it, with two ways of
 answering, and `sort` (384712559=) with one way that was not practised enough: `python scripts/make_study.py add --out
-out/study/add`, and the same for `sort`.
+out/study/add`, and the same for `sort`. `add 2` and `sort 2` ask the same questions of a second checkpoint, made by the
+same command on another CPU, with the step sizes and budgets that were chosen for the first.
 """
