@@ -115,7 +115,7 @@ BLOCKS: tuple[tuple[tuple[str, ...], int, tuple[Cell, ...]], ...] = (
             Cell("AdamW, KL control", (*ADAMW, *LONG), budgets(0.0625, 0.25, 1)),
         ),
     ),
-    (("add 2", "sort 2"), 3, (RIVAL_CELL, PLAIN_CELL, KEPT_CELL)),
+    (("add 2", "sort 2"), 5, (RIVAL_CELL, PLAIN_CELL, KEPT_CELL)),
     (("sort 2",), 3, (EVERY_20, *OTHERS)),
     (
         ("multiply", "add 2", "sort 2"),
