@@ -42,10 +42,11 @@ class Answers:
             fetch(rollout.lengths)  # waits for the rollout
             sampled = time.perf_counter()
             check()
-            rewards = run.grade(prompts, rollout)
+            rewards, counts = run.grade(prompts, rollout)
+            failed = np.array([counts.timeouts, counts.errors], np.int32)
             spent[0] += sampled - started
             spent[1] += time.perf_counter() - sampled
-            return Drawn(rollout, rewards, rows, size, float(np.nanmean(rewards)))
+            return Drawn(rollout, rewards, rows, size, float(np.nanmean(rewards)), failed)
 
         return fill_groups(one, self._rollout.dynamic_sampling, run.place)
 
@@ -65,6 +66,7 @@ class Answers:
                 run.draw_ahead(step + 1, lambda: self._draw(step + 1, then, alive, [0.0, 0.0]))
         if self._rollout.dynamic_sampling:
             found |= {"rollout/prompts": drawn.consumed, "reward/drawn_mean": drawn.mean_reward}
+        found |= dict(zip(("reward/timeouts", "reward/errors"), drawn.failed.tolist(), strict=True))
         return drawn, found | {"time/rollout_s": spent[0], "time/reward_s": spent[1]}
 
     def used(self) -> None:

@@ -100,15 +100,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     plans: dict[str, Plan] = {}
     sampled: dict[int, int] = {}
-    for name in dict.fromkeys((*OPTIMIZERS, config.optimizer.name)):
+    own = config.optimizer.name
+    for name in dict.fromkeys((own, *OPTIMIZERS)):  # what is wrong with all of them is said once, of the one asked for
         print(f"compiling {name} ...", file=sys.stderr, flush=True)
         # Sampling is one program whatever trains the weights, unless they have adapters.
         try:
             plans[name] = plan(footprint.with_optimizer(config, name), {} if name == "lora" else sampled)
         except UserError as error:
-            if name == config.optimizer.name:
+            if name == own:
                 raise
             print(f"note: {name} is left out: {error}", file=sys.stderr)
+    plans = {name: plans[name] for name in dict.fromkeys((*OPTIMIZERS, own)) if name in plans}
     largest = search(config, count, lambda changed: plan(changed).fits, shape) if found.search else {}
     if found.json:
         entries = {name: as_json(name, one, by_gpu) for name, one in plans.items()}

@@ -23,7 +23,7 @@ from logra_jax.rl.kl import draw_probe
 from logra_jax.rl.packing import Packing, pack
 from logra_jax.rl.policy import Policy, make_score
 from logra_jax.rl.prompts import PromptOrder, PromptSet, require_rows
-from logra_jax.rl.reward import Grader
+from logra_jax.rl.reward import Grader, RewardCounts
 from logra_jax.rl.rollout import Rollout, Sampler
 from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.tokenizer import decode, load_tokenizer
@@ -257,8 +257,8 @@ class Run(Evaluator):
             update=update,
         )
 
-    def grade(self, prompts: PromptSet, rollout: Rollout) -> np.ndarray:
-        """Rewards, float32 ``[prompts, generations]``; NaN where a row has to be dropped."""
+    def grade(self, prompts: PromptSet, rollout: Rollout) -> tuple[np.ndarray, RewardCounts]:
+        """Rewards, float32 ``[prompts, generations]``, NaN where a row has to be dropped; what failed, how often."""
         n, start = self.config.rollout.generations, prompts.tokens.shape[1]
         answers, lengths, stopped = fetch((rollout.tokens, rollout.lengths, rollout.stopped))
         # The end token is no part of the text, be it a special token or not.
@@ -267,7 +267,8 @@ class Run(Evaluator):
             for row, length, ended in zip(answers, lengths, stopped.astype(int), strict=True)
         ]
         repeated = prompts.take(np.repeat(np.arange(len(prompts)), n))
-        return self.grader.grade(repeated.texts, texts, repeated.columns).reshape(len(prompts), n)
+        rewards, counts = self.grader.grade_counted(repeated.texts, texts, repeated.columns)
+        return rewards.reshape(len(prompts), n), counts
 
     def advantages(self, rollout: Rollout, rewards: np.ndarray, baseline: float) -> tuple[advantage.Advantages, float]:
         """Advantages, and the running baseline after these rewards (unchanged by the other estimators)."""
@@ -344,7 +345,7 @@ class Run(Evaluator):
     ) -> dict[str, float]:
         """What there is to say of a batch of answers before anything is learnt from it."""
         (lengths, stopped), graded = fetch((rollout.lengths, rollout.stopped)), rewards[advantages.valid]
-        tasks, counts = build.tasks_of(self.config, "train", prompts), self.grader.new_counts()
+        tasks = build.tasks_of(self.config, "train", prompts)
         by_task = {} if tasks is None else means_by_task(tasks, rewards, advantages.valid)
         found = {f"reward/{task}": mean for task, mean in by_task.items()}
         if span := self.config.reward.overlong_tokens:
@@ -356,8 +357,6 @@ class Run(Evaluator):
             "response/length": float(lengths.mean()),
             "response/cut_off": float(1.0 - stopped.mean()),
             "advantage/zero_share": advantage.zero_share(advantages),
-            "reward/timeouts": counts.timeouts,  # of all graded since the last update, evaluations among them
-            "reward/errors": counts.errors,
             "rows/dropped": int(np.size(rewards) - graded.size),
         }
 

@@ -301,7 +301,7 @@ def run(only: str, until: float, folder: Path) -> None:
 def show() -> None:
     """Prints all runs and the hours that are left, at the median of those that are done."""
     done = read_results()
-    wanted = list(jobs(done))
+    wanted = list(dict.fromkeys(jobs(done)))  # tuning may be for several tasks
     for job in wanted:
         print(f"{job.folder}: " + (f"accuracy {done[job]['accuracy']:.3f}" if job in done else "to do"))
     undecided = [seeds for tasks, seeds, cells in BLOCKS for c in cells for t in tasks if chosen(t, c, done) is None]

@@ -150,7 +150,9 @@ def test_extraction_and_normal_text():
     assert normal("x+1") != normal("x-1")
     assert len({normal(text) for text in ("1 23 4", "12 3 4", "1234", "$1$ $2$ $34$")}) == 4
     assert normal("1  +  23\n4") == normal("1 + 23 4")
-    assert normal(r"10\,000 m") == normal("10000m")
+    assert normal(r"10\,000 m") == normal("10 000m") == normal(r"10\ 000 m.") == normal("10000m")
+    assert normal(r"1\ 23") == normal(r"1 \quad 23") != normal(r"12\ 3")
+    assert normal(r"\int_0^1 x\,dx") == normal(r"\int_0^1 x dx")
     assert normal("Find 5!") != normal("Find 5") == normal("Find 5?")
     assert normal([{"role": "user", "content": "A b"}]) == normal("a B")
 

@@ -164,8 +164,8 @@ def everything():
     def grade(*texts):
         prompts = [f"p{i}" for i in range(len(texts))]
         grader = SharedGrader(Length())
-        scores = grader.grade(prompts, texts, {"a": prompts}).tolist()
-        return scores, str(grader.new_counts()), str(grader.new_counts())
+        scores, counts = grader.grade_counted(prompts, texts, {"a": prompts})
+        return scores.tolist(), str(counts)
 
     mesh = make_mesh(2, 1)
     split, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("fsdp",), ()))
@@ -212,7 +212,7 @@ def test_what_processes_say_to_each_other_and_how_they_end(members, tmp_path):
     assert killed == -signal.SIGKILL
     assert survived != 0
     assert "has lost another one" in errors or "another task died" in errors
-    rows, none = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], str(RewardCounts())
+    rows = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert output.startswith("process 0\n")
     for number, text in enumerate((output.removeprefix("process 0\n"), other)):
         folder = tmp_path / "dies"
@@ -235,8 +235,8 @@ def test_what_processes_say_to_each_other_and_how_they_end(members, tmp_path):
             "collected": [0.0, 0.0, 1.0, 1.0, 1.0],
             "local": [rows[number]],
             "fetched": [rows, rows, rows[1], rows],
-            "grades": [[1.0, 2.0, pytest.approx(np.nan, nan_ok=True), 4.0, 5.0], str(RewardCounts(3, 1)), none],
-            "one": [[1.0], str(RewardCounts(2, 1)), none],  # which the second one has graded
+            "grades": [[1.0, 2.0, pytest.approx(np.nan, nan_ok=True), 4.0, 5.0], str(RewardCounts(3, 1))],
+            "one": [[1.0], str(RewardCounts(2, 1))],  # which the second one has graded
             "none": "every reward failed (2 rows): empty",
             "bad": ["process 1 failed; see what it has written", "no such function"][number],
             "unusable": [

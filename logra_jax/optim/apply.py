@@ -171,6 +171,8 @@ def _apply(train: Any, updates: Any, keys: Any = None, residual: Any = None, sha
         stored = (jnp.asarray(leaf),) if low is None else (jnp.asarray(leaf), low)
         if isinstance(update, LowRank):
             return _add_low_rank(stored, jax.tree.map(jnp.asarray, update), key, sharding)
+        if update is None or isinstance(update, optax.MaskedNode):
+            raise UserError(f"apply_updates: {path_string(path)} has no update, but {type(update).__name__}")
         if jnp.shape(update) != jnp.shape(leaf):
             raise UserError(
                 f"apply_updates: the update of {path_string(path)} has shape {jnp.shape(update)}, the weight "

@@ -62,7 +62,7 @@ def scale_by_row_adam(
         another shape than `init` expected: sketches with b1 and without a spec are.
     """
     with_momentum = not (isinstance(b1, int | float) and b1 == 0)
-    if with_momentum and spec is not None and spec.refresh == 1:
+    if isinstance(b1, int | float) and b1 != 0 and spec is not None and spec.refresh == 1:  # an array may hold 0
         raise UserError(
             "scale_by_row_adam: b1 does nothing where projections are redrawn at every update (refresh=1), for then "
             "momentum starts anew each time: give the spec refresh=0 (kept for good) or more updates, or leave b1 out"

@@ -62,7 +62,8 @@ def sketched(inner: optax.GradientTransformation, spec: SketchSpec) -> optax.Gra
 
     `optax.chain` hands the full parameters to every link's `init`, so a transformation with buffers like the
     parameters (`optax.scale_by_adam`) would make full ones. The stand-ins are zeros; a transformation that
-    reads the values of parameters (weight decay, a trust ratio) sees those zeros at the targets.
+    reads the values of parameters (weight decay, a trust ratio) sees those zeros at the targets. Its buffers go on
+    over a redraw, after which they hold sketches by other projections: use `refresh=0` with such a transformation.
     """
     inner = optax.with_extra_args_support(inner)
 

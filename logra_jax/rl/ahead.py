@@ -16,7 +16,8 @@ class Drawn(NamedTuple):
     """Answers with their rewards, float32 ``[prompts, generations]``; NaN where a row has to be dropped.
 
     rows: where their prompts stand in the prompt set, int32. consumed: prompts that were taken from the order of the
-    run to get them, and mean_reward: of all of those.
+    run to get them, and mean_reward: of all of those. failed: how many of their answers had a grading that ran out of
+    time, and one that raised, int32.
     """
 
     rollout: Rollout
@@ -24,6 +25,7 @@ class Drawn(NamedTuple):
     rows: Int[np.ndarray, " p"]
     consumed: int
     mean_reward: float
+    failed: Int[np.ndarray, " 2"]
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All of it on the host, by name; all processes call it."""
@@ -35,7 +37,9 @@ class Drawn(NamedTuple):
         """The inverse of `arrays`. place: puts rows on the trainer's devices."""
         rollout = Rollout(**{name: place(arrays[name]) for name in Rollout._fields})
         consumed, mean = int(arrays["consumed"]), float(arrays["mean_reward"])
-        return cls(rollout, arrays["rewards"], arrays["rows"], consumed, mean)
+        return cls(
+            rollout, arrays["rewards"], arrays["rows"], consumed, mean, arrays.get("failed", np.zeros(2, np.int32))
+        )
 
 
 class Ahead:

@@ -47,4 +47,5 @@ def fill_groups(draw: Callable[[int], Drawn], more: int, place: Callable[[np.nda
         np.array([batches[b].rows[g] for b, g in chosen], np.int32),
         consumed=sum(batch.consumed for batch in batches),
         mean_reward=float(np.mean([batch.mean_reward for batch in batches])),
+        failed=np.stack([batch.failed for batch in batches]).sum(axis=0, dtype=np.int32),
     )

@@ -57,7 +57,7 @@ def _prompt(row: Mapping[str, Any], name: str) -> Any:
 
 def _answer(row: Mapping[str, Any], *names: str) -> str:
     """The first of these columns that is there: a text, or a number as its text."""
-    found = next((value for name in names if (value := look_up(row, name)) is not None), None)
+    found = next((value for name in names if (value := look_up(row, name)) not in (None, "")), None)
     if isinstance(found, bool | list | dict | None) or (isinstance(found, float) and not math.isfinite(found)):
         raise Unusable(f"no text or number in column {' or '.join(names)}")
     return str(found)
@@ -153,8 +153,10 @@ def normal(prompt: Any) -> str:
     if isinstance(prompt, list):
         prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
     text = unicodedata.normalize("NFKC", str(prompt)).casefold()
-    text = re.sub(r"\\(?:left|right|displaystyle|textstyle|quad|qquad|[,;:! ])(?![a-z])|\$", "", text)
-    text = re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", text))  # 1 23 is not 12 3
+    text = re.sub(r"\\(?:(?:left|right|displaystyle|textstyle)(?![a-z])|[,;:!])|\$", "", text)
+    text = re.sub(r"(?:\\q?quad(?![a-z])|\\ |~|\s)+", " ", text)
+    text = re.sub(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![.,]?\d)", lambda number: number[0].replace(" ", ""), text)
+    text = re.sub(r"(?<!\d) | (?!\d)", "", text)  # 1 23 is not 12 3
     return re.sub(r"\\[dtc]frac", r"\\frac", text).rstrip(".?")  # 5! is not 5
 
 

@@ -20,8 +20,8 @@ _WITHOUT_UNITS = NormalizationConfig(units=False, malformed_operators=True, nits
 
 
 _PLAIN = re.compile(r"(-?)(?:\\[dtc]?frac\{(\d+)\}\{(\d+)\}|((?!0\d)\d+(?:\.\d+)?))", re.ASCII)
-_BASE = re.compile(r"\d_\{?(\d+)\}?$", re.ASCII)
-_CLOCK = re.compile(r"\s*\d{1,2}(\s*:\s*\d{2})+.*")
+_BASES = re.compile(r"\d_\{?(\d+)", re.ASCII), re.compile(r"\d_\{\\text\{(\w+)\}\}", re.ASCII)  # of numbers, as 21_3
+_CLOCK = re.compile(r"\s*\d{1,2}(\s*:\s*\d{2})+[^\d:]*")
 
 
 class BadGold(Exception):
@@ -50,15 +50,15 @@ def score(gold: str, completion: str) -> float:
         return 1.0
     if _depth(answer) > MAX_DEPTH:
         return 0.0
-    bases = [found and found[1] for found in map(_BASE.search, (answer, target))]
-    if all(bases) and bases[0] != bases[1]:
-        return 0.0  # below, what follows a number's _ is left out
+    for way in _BASES:  # below, what follows a number's _ is left out
+        if len({tuple(bases) for text in (answer, target) if (bases := way.findall(text))}) > 1:
+            return 0.0
     is_ratio = ":" in answer and ":" in target
     want = _ratio(target) if is_ratio else _parse(target)
     if want is None:
         return 0.0
     _bound_gold(want)
-    got = _ratio(answer) if is_ratio else _parse(answer)
+    got = _ratio(answer, times=not isinstance(want, sympy.Tuple)) if is_ratio else _parse(answer)
     if got is None:
         return 0.0
     try:
@@ -117,16 +117,16 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _ratio(text: str) -> sympy.Basic | None:
-    """a:b:c as a tuple, a clock time as a symbol; None where a part is no number."""
-    if _CLOCK.fullmatch(text):
+def _ratio(text: str, times: bool = True) -> sympy.Basic | None:
+    """a:b:c as a tuple, a time of day, unless there can be none, as a symbol; None where a part is no number."""
+    if times and _CLOCK.fullmatch(text):
         return sympy.Symbol(re.sub(r"\s", "", text))
     parts = [_parse(part) for part in re.split(r"(?<!\\):", text)]
     return sympy.Tuple(*parts) if all(isinstance(part, sympy.Expr) for part in parts) else None
 
 
 def _same_ratio(want: sympy.Basic, got: sympy.Basic) -> bool:
-    """Up to a common factor; clock times as they are written."""
+    """Up to a common factor; times of day as they are written."""
     if not isinstance(want, sympy.Tuple) or not isinstance(got, sympy.Tuple):
         return bool(want == got)
     if len(want) != len(got):

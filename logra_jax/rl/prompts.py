@@ -103,6 +103,7 @@ def check_columns(path: str | Path, wanted: Mapping[str, str | None], *, held_ou
         if name is not None and name not in found:
             raise UserError(
                 f"{path} has no column {name!r}; it has {', '.join(found) or 'none'}. Set data.{setting} to one of them"
+                f"{'' if setting == 'prompt_column' else ', or to null if there is none'}"
             )
     return found
 
@@ -342,8 +343,9 @@ def read_rows(path: Path, *, held_out: bool = False) -> Iterator[tuple[str, dict
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    file = _parquet(path, "ParquetFile")
     with _parquet_errors(path):
-        for batch in _parquet(path, "ParquetFile").iter_batches(1024):
+        for batch in file.iter_batches(1024):
             yield from batch.to_pylist()
 
 

@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -39,18 +39,21 @@ class RewardCounts:
     errors: int = 0
     non_finite: int = 0
 
-    def __add__(self, other: "RewardCounts") -> "RewardCounts":
-        return RewardCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
 
 class Grader:
     """Scores completions; a context manager. `counts` describes the last `grade` call."""
 
     def __init__(self) -> None:
-        self.counts = self._untold = RewardCounts()
+        self.counts = RewardCounts()
         self._one = threading.Lock()
 
     def grade(self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]) -> np.ndarray:
+        """`grade_counted` without the counts."""
+        return self.grade_counted(prompts, completions, columns)[0]
+
+    def grade_counted(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: dict[str, list[Any]]
+    ) -> tuple[np.ndarray, RewardCounts]:
         """float32 [N] rewards in the order of the N completions; NaN = the row is to be dropped.
 
         prompts: N texts. columns: N values each. Of several threads, one at a time is served. Raises UserError when
@@ -61,17 +64,10 @@ class Grader:
         with self._one:
             scores, counts, reason = self._grade(list(prompts), [text[-TAIL:] for text in completions], columns)
             self.counts = counts
-            self._untold += counts
         rewards = np.array(scores, dtype=np.float32)
         if len(rewards) and np.isnan(rewards).all():
             raise UserError(f"every reward failed ({len(rewards)} rows): {reason}")
-        return rewards
-
-    def new_counts(self) -> RewardCounts:
-        """Of all `grade` calls since this was last asked."""
-        with self._one:
-            counts, self._untold = self._untold, RewardCounts()
-        return counts
+        return rewards, counts
 
     def _grade(
         self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]

@@ -21,10 +21,12 @@ class SharedGrader(Grader):
         super().__init__()
         self._grader = grader
 
-    def grade(self, prompts: Any, completions: Any, columns: dict[str, list[Any]]) -> np.ndarray:
-        """See `Grader.grade`."""
+    def grade_counted(
+        self, prompts: Any, completions: Any, columns: dict[str, list[Any]]
+    ) -> tuple[np.ndarray, RewardCounts]:
+        """See `Grader.grade_counted`."""
         try:
-            return super().grade(prompts, completions, columns)
+            return super().grade_counted(prompts, completions, columns)
         except SharedError:
             raise
         except UserError as error:  # not one row of all could be graded, which all processes know

@@ -175,6 +175,8 @@ def test_updates_of_another_form_than_the_weights(toy) -> None:
     updates = last.update(sketches, last.init(toy.params), toy.params)[0]
     with pytest.raises(UserError, match=r"use logra_jax\.apply_updates, or .* lift\(spec, dense=True\)"):
         optax.apply_updates(toy.params, updates)
+    with pytest.raises(UserError, match="w has no update, but NoneType"):
+        apply_updates({"w": jnp.ones(3)}, {"w": None})
 
 
 @pytest.mark.parametrize("wrap", ["chain", "partition", "masked", "inject"])

@@ -1,8 +1,11 @@
 """RowAdam against the formulas in float64, and at the edges of float32."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,6 +161,8 @@ def test_momentum_of_sketches_needs_the_spec() -> None:
 def test_momentum_needs_projections_that_last() -> None:
     with pytest.raises(UserError, match=r"b1 does nothing .* refresh=0"):
         scale_by_row_adam(b1=0.9, spec=SketchSpec(rank=3))
+    injected = optax.inject_hyperparams(partial(scale_by_row_adam, spec=SketchSpec(rank=3, targets=("w",))))
+    injected(b2=0.9).init({"w": jnp.zeros((9, 5))})  # b1 is left out, and becomes an array all the same
 
 
 def test_unsketched_gradient_is_refused_where_it_shows(toy) -> None:

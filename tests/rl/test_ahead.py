@@ -17,7 +17,8 @@ def drawn(versions=(0, 0)):
         jnp.ones((rows, 5), jnp.int32), jnp.full(rows, 2), jnp.full(rows, 3), jnp.full((rows, 3), -0.1),
         jnp.ones(rows, bool), jnp.asarray(versions),
     )  # fmt: skip
-    return Drawn(rollout, np.array([[np.nan, 1.0]], np.float32), np.array([3], np.int32), consumed=2, mean_reward=0.25)
+    rewards, rows, failed = np.array([[np.nan, 1.0]], np.float32), np.array([3], np.int32), np.array([4, 5], np.int32)
+    return Drawn(rollout, rewards, rows, consumed=2, mean_reward=0.25, failed=failed)
 
 
 def test_what_is_drawn_comes_back_and_so_do_errors():

@@ -19,7 +19,8 @@ def drawer(*batches):
         number = np.repeat(10 * i + np.arange(3, dtype=np.int32), 2)
         rollout = Rollout(number[:, None] * np.ones(4, np.int32), number, number, number[:, None] + 0.5, number > 10)
         rewards = np.array(batches[i], np.float32)
-        return Drawn(rollout, rewards, 100 + number[::2], consumed=3, mean_reward=float(np.nanmean(rewards)))
+        mean, failed = float(np.nanmean(rewards)), np.array([1, 10], np.int32)
+        return Drawn(rollout, rewards, 100 + number[::2], consumed=3, mean_reward=mean, failed=failed)
 
     return draw, drawn
 
@@ -47,6 +48,7 @@ def test_which_groups_are_learnt_from(batches, more, groups):
     assert found.rollout.versions is None
     np.testing.assert_array_equal(found.rewards, [used[group // 10][group % 10] for group in groups])
     assert found.consumed == 3 * len(drawn)
+    assert found.failed.tolist() == [len(drawn), 10 * len(drawn)]
     # The mean over the batches of each one's mean, whether its groups are learnt from or not.
     assert found.mean_reward == pytest.approx(np.mean([np.nanmean(batch) for batch in used]))
 

@@ -99,6 +99,9 @@ PAIRS = [
     ("21_3", "21_4", 0),
     ("21_{3}", "21_3", 1),
     ("21_3", "21", 1),
+    ("(21_3, 5)", "(21_4, 5)", 0),
+    (r"21_{\text{three}}", r"21_{\text{four}}", 0),
+    ("4210_5", r"4210_{\text{five}}", 1),
     (r"\text{east}", r"\text{west}", 0),
     # ratios, times of day
     ("1:2:3", r"2:4:\,6", 1),
@@ -106,8 +109,11 @@ PAIRS = [
     ("0:2:3", "0:4:6", 1),
     ("0:0", "1:2", 0),
     ("0:2:3", "5:2:3", 0),
-    ("2:5", "12:30", 0),
+    ("2:5", "12:30", 1),
+    ("12:30", "2:5", 0),
     ("12:30", "12: 30", 1),
+    ("5:100", "1:20", 1),
+    ("1:100", "2:200", 1),
     # tuples, intervals, sets, matrices
     ("(1,2)", "(2,1)", 0),
     ("(1, 2)", "[1,2]", 0),
@@ -282,6 +288,8 @@ def test_ratio_too_large_to_compare():
         score("1:9^{9^{9^{9}}}", r"\boxed{1:2}")
     with pytest.raises(BadGold):
         check_gold("1:9^{9^{9^{9}}}")
+    with pytest.raises(BadGold):
+        check_gold("1:10^{50001}")
 
 
 def test_long_completion_is_graded_on_its_tail(grader):

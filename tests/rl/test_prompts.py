@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from logra_jax.errors import UserError
-from logra_jax.rl.prompts import PromptOrder, check_columns, load_prompts, require_rows
+from logra_jax.rl.prompts import PromptOrder, check_columns, load_prompts, read_rows, require_rows
 from logra_jax.rl.tokenizer import decode, load_tokenizer
 
 
@@ -150,6 +150,8 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, tokenizer, monke
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match=r"pip install pyarrow.*\[parquet\]"):
         check_columns(path, {"prompt_column": "prompt"})
+    with pytest.raises(UserError, match="pip install pyarrow"):
+        next(read_rows(path))
 
 
 # what is refused
