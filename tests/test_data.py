@@ -124,6 +124,14 @@ def test_dapo_whose_rows_come_again_and_again():
     assert part["kept"] + sum(part["dropped"].values()) == 304  # every row is accounted for
 
 
+def test_dapo_takes_the_first_column_that_says_an_answer():
+    first = {"prompt": "What is 3+4?", "answer": "7", "solution": "worked out"}
+    lines("dapo.jsonl", first, {"prompt": "What is 4+4?", "answer": "", "solution": "8"})
+    train, _, report = run("dapo.jsonl")
+    assert report["train"]["read"][0]["layout"] == "dapo"
+    assert [row["answer"] for row in train] == ["7", "8"]
+
+
 def test_plain_columns_and_messages():
     rows = [{"q": {"text": "2+2"}, "a": {"gold": 4}, "key": 7}, {"q": {"text": "3+3"}, "a": {"gold": None}, "key": 8}]
     lines("plain.jsonl", *rows)

@@ -35,6 +35,7 @@ TOGETHER = [
         ["loss.updates_per_batch=4", "steps=10", "eval.every=0", "checkpoint.every=7"],
         ["loss.updates_per_batch=4", "steps=10", "set steps=12 checkpoint.every=8"],
     ),
+    (["vllm.arguments=[--swap-space,3]"], ["vllm.arguments=[--swap-space,3] has no effect with rollout.engine=jax"]),
     (["loss.micro_batch=48"], ["loss.micro_batch=48", "128 answers", "rollout.prompts=16"]),
     (["loss.micro_batch=256"], ["loss.micro_batch=256", "128 answers"]),
     (["loss.token_budget=4096", "loss.micro_batch=8"], ["loss.token_budget=4096 and loss.micro_batch=8 exclude"]),
