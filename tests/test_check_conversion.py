@@ -1,14 +1,14 @@
 """The 27B's layout, 1/32 as wide: every tensor to its place on a mesh, every byte back, and little on the host."""
 
-import gc
 import importlib.util
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from logra_jax.mesh import make_mesh, shardings
-from logra_jax.models import CausalLM, ModelConfig, load_hf, save_hf
+from logra_jax.mesh import make_mesh, place, shardings
+from logra_jax.models import CausalLM, ModelConfig, hf, load_hf, save_hf
 
 ROOT = Path(__file__).parent.parent
 MESH = make_mesh(4, 2)
@@ -24,17 +24,23 @@ def script():
 
 def numpy_peak(work):
     """What `work()` returns, and the most bytes that Python and numpy held for it at a time."""
-    gc.freeze()  # what earlier tests left is looked through no more, so that garbage goes as early as in a new process
-    gc.collect()
     tracemalloc.start()
     try:
         return work(), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-        gc.unfreeze()
 
 
-def test_the_27b_goes_through_a_mesh_and_little_of_the_host(script, tmp_path):
+def unaligned(array):
+    """A copy that no fake device takes as its own memory, which it does where one begins at 64 bytes."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = (4 - memory.ctypes.data) % 64
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def test_the_27b_goes_through_a_mesh_and_little_of_the_host(script, tmp_path, monkeypatch):
     """A stacked MLP kernel has 22 MB in float32, the largest shard 5 MB."""
     source = tmp_path / "source"
     tensors = script.make_folder(source, shrink=32)
@@ -50,5 +56,6 @@ def test_the_27b_goes_through_a_mesh_and_little_of_the_host(script, tmp_path):
     _, peak = numpy_peak(lambda: save_hf(model, params, tmp_path / "back"))
     assert peak < max(shards)
     assert script.differing(source, tmp_path / "back") == []
-    # Again, as the objects of the compiler are larger than these tensors; what other threads hold only adds to it.
-    assert min(numpy_peak(load)[1] for _ in range(3)) < max(shards)
+    monkeypatch.setattr(hf, "place", lambda shape, read, at: place(shape, lambda part: unaligned(read(part)), at))
+    _, peak = numpy_peak(load)  # again, as the objects of the compiler are larger than these tensors
+    assert peak < max(shards)
