@@ -205,7 +205,7 @@ class Reward:
     )
     timeout_s: float = _f(
         5.0,
-        "seconds until an answer's grading is given up (a batch's, for a function)",
+        "seconds of CPU time until an answer's grading is given up; for a function, of a clock, and a batch's",
         "(0, inf)",
         "reward.kind!=exact",
     )
