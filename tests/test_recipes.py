@@ -49,7 +49,7 @@ def test_a_dry_run_passes(recipe, model, tmp_path, monkeypatch, capsys):
         changed[f"data.{key}"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     # What would take seconds: making a mixture's questions, and workers that import sympy. No server is asked.
     monkeypatch.setattr("logra_jax.rl.prompts.make_rows", lambda path, held_out: rows)
-    monkeypatch.setattr("logra_jax.rl.workers.Pool.start", lambda pool, count: None)
+    monkeypatch.setattr("logra_jax.rl.workers.WorkerPool.start", lambda pool, count: None)
     monkeypatch.setattr("logra_jax.servers.vllm_version", lambda python: TESTED)
     monkeypatch.chdir(tmp_path)
     given = [f"{key}={value}" for key, value in changed.items()]

@@ -19,7 +19,7 @@ import numpy as np
 from logra_jax.errors import UserError
 from logra_jax.rl.math_text import answer_text, last_group
 from logra_jax.rl.tasks import ENTRY
-from logra_jax.rl.workers import Pool
+from logra_jax.rl.workers import WorkerPool
 
 KINDS = ("math", "exact", "reasoning_gym")
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -119,15 +119,15 @@ def make_reward(
     if kind in ("math", "exact") and answer_column is None:
         raise UserError(f"reward.kind={kind} needs data.answer_column")
     if kind == "math":
-        return _MathGrader(Pool(kind, workers, timeout_s), str(answer_column))
+        return _MathGrader(WorkerPool(kind, workers, timeout_s), str(answer_column))
     if kind == "reasoning_gym":
         if pattern is not None:
             compile_pattern(pattern)
-        return _AnswerGrader(Pool(kind, workers, timeout_s), {"entry": ENTRY}, pattern=pattern)
+        return _AnswerGrader(WorkerPool(kind, workers, timeout_s), {"entry": ENTRY}, pattern=pattern)
     if kind == "exact":
         return _ExactGrader(str(answer_column), pattern)
     check_kind(kind)
-    return _FunctionGrader(kind, Pool(kind, workers, timeout_s), timeout_s)
+    return _FunctionGrader(kind, WorkerPool(kind, workers, timeout_s), timeout_s)
 
 
 class _ExactGrader(Grader):
@@ -150,7 +150,7 @@ class _ExactGrader(Grader):
 class _AnswerGrader(Grader):
     """Grades each answer on its own: one that cannot be graded is worth 0."""
 
-    def __init__(self, pool: Pool, columns: dict[str, str], **fixed: Any):
+    def __init__(self, pool: WorkerPool, columns: dict[str, str], **fixed: Any):
         """columns: key of a request -> name of the column that it comes from; fixed: the same in every request."""
         super().__init__()
         self._pool, self._columns, self._fixed = pool, columns, fixed
@@ -186,7 +186,7 @@ class _AnswerGrader(Grader):
 
 
 class _MathGrader(_AnswerGrader):
-    def __init__(self, pool: Pool, answer_column: str):
+    def __init__(self, pool: WorkerPool, answer_column: str):
         super().__init__(pool, {"gold": answer_column})
 
     def answers(self, completions: Sequence[str]) -> list[str | None]:
@@ -205,7 +205,7 @@ class _MathGrader(_AnswerGrader):
 
 
 class _FunctionGrader(Grader):
-    def __init__(self, kind: str, pool: Pool, timeout_s: float):
+    def __init__(self, kind: str, pool: WorkerPool, timeout_s: float):
         super().__init__()
         self._kind, self._pool, self._timeout_s = kind, pool, timeout_s
         try:

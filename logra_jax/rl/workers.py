@@ -82,7 +82,7 @@ class Worker:
         self.output.close()
 
 
-class Pool:
+class WorkerPool:
     """Up to `size` workers of one kind, for requests of at most `timeout_s` seconds (of CPU time: ON_CPU_TIME) each."""
 
     def __init__(self, kind: str, size: int, timeout_s: float):

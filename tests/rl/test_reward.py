@@ -11,7 +11,7 @@ import pytest
 
 from logra_jax.errors import UserError
 from logra_jax.rl.reward import RewardCounts, make_reward
-from logra_jax.rl.workers import Pool
+from logra_jax.rl.workers import WorkerPool
 
 FUNCTIONS = '''
 import os, signal, sys, time
@@ -247,7 +247,7 @@ def test_a_batch_of_hostile_answers_ends_soon(maths):
 
 
 def test_after_many_late_answers_the_others_get_less_time(here):
-    pool = Pool("my_rewards:reward", 1, 1.0)
+    pool = WorkerPool("my_rewards:reward", 1, 1.0)
     request = lambda text: {"prompts": [""], "completions": [text], "columns": {"answer": [""]}}
     pool.wait_ready()
     start = time.monotonic()
@@ -273,7 +273,7 @@ def test_a_worker_that_vanished_costs_nobody_a_reward(maths):
 
 
 def test_a_worker_that_gets_no_core_is_not_late():
-    pool = Pool("math", 1, 1.0)
+    pool = WorkerPool("math", 1, 1.0)
     pool.wait_ready()
     number = pool._workers[0].process.pid
     os.kill(number, signal.SIGSTOP)
@@ -286,7 +286,7 @@ def test_a_worker_that_gets_no_core_is_not_late():
 
 
 def test_an_answer_that_its_worker_ended_itself_over_is_late_and_not_tried_again():
-    pool = Pool("math", 1, 1.0)
+    pool = WorkerPool("math", 1, 1.0)
     pool.wait_ready()
     os.kill(pool._workers[0].process.pid, signal.SIGVTALRM)
     replies = pool.run([{"gold": "2", "completion": r"\boxed{2}"}] * 2)
