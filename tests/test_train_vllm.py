@@ -269,7 +269,7 @@ def test_a_real_server_samples_from_the_policy(staleness, fixtures, tmp_path, mo
 
     def spoilt(self, prompts):
         if self.version == 2 and not capsys.readouterr().err:  # until that is noticed
-            self._pool.reload(self._weights, self._shapes, 2)
+            self._pool.clients[0].reload(self._weights, self._shapes, 2)
         return score(self, prompts)
 
     monkeypatch.setattr(VllmEngine, "score", spoilt)

@@ -230,18 +230,6 @@ class Client:
             if not rank["ok"]:
                 raise UserError(f"{self.url}: rank {rank['rank']} {meaning}: {rank['error']}")
 
-    def version(self) -> int | None:
-        """Version of the weights, None before a plan.
-
-        Raises:
-          UserError: the ranks disagree, or an update failed half-way.
-        """
-        found = self._ranks("logra_status")
-        versions = {(rank["version"], rank["broken"]) for rank in found}
-        if len(versions) > 1 or found[0]["broken"]:
-            raise UserError(f"{self.url}: its ranks have no common version: {versions}; reload all weights")
-        return found[0]["version"]
-
     def generate(
         self,
         prompt: Sequence[int],

@@ -109,8 +109,3 @@ class LograWorkerExtension:
             "tensor_parallel": parallel.tensor_parallel_size,
             "pipeline_parallel": parallel.pipeline_parallel_size,
         }
-
-    @_answer
-    def logra_status(self) -> Mapping[str, Any]:
-        """Rank, version, and the digest of the last blob."""
-        return {}

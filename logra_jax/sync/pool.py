@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from logra_jax.errors import UserError
@@ -22,7 +21,7 @@ class Pool:
     """Servers that hold the same model; an answer depends on prompt, seed and weights, not on who gives it.
 
     A server that fails is `lost`, with the reason, by its number among the clients: it is asked for nothing more until
-    `plan`, `reload` or `restore` has brought it back.
+    `plan` or `restore` has brought it back.
 
     Args:
       clients: at least one.
@@ -39,14 +38,8 @@ class Pool:
 
     def plan(self, shapes: Mapping[str, Sequence[int]], version: int = 0, **options: Any) -> None:
         """`Client.plan` of all servers."""
-        self._every(lambda number: self.clients[number].plan(shapes, version, **options), version)
-
-    def reload(self, folder: str | Path, shapes: Mapping[str, Sequence[int]], version: int, **options: Any) -> None:
-        """`Client.reload` of all servers."""
-        self._every(lambda number: self.clients[number].reload(folder, shapes, version, **options), version)
-
-    def _every(self, act: Callable[[int], Any], version: int) -> None:
-        self.restore(act, version, range(len(self.clients)))
+        everyone = range(len(self.clients))
+        self.restore(lambda number: self.clients[number].plan(shapes, version, **options), version, everyone)
         for error in self.lost.values():
             raise error
 

@@ -32,7 +32,6 @@ class Stand:
             "logra_plan": [same | {"rank": i, "parts": {"a.weight": [[[2 * i, 2 * i + 2], [0, 6]]]}} for i in range(2)],
             "logra_apply": [same | {"rank": i, "version": 1, "sha256": DIGEST} for i in range(2)],
             "logra_reload": [same | {"rank": i} for i in range(2)],
-            "logra_status": [same | {"rank": i, "version": 1} for i in range(2)],
         }
 
     def answer(self, path: str, body) -> tuple[int, object]:
@@ -141,10 +140,6 @@ def test_a_reload_is_followed_by_a_plan(stand, tmp_path) -> None:
     assert stand.calls[0].startswith("/pause")
     assert stand.calls[1:3] == ["logra_reload", "logra_plan"]
     assert stand.calls[-1] == "/resume"
-    assert stand.client.version() == 1
-    stand.ranks["logra_status"][1]["version"] = 2
-    with pytest.raises(UserError, match="no common version"):
-        stand.client.version()
 
 
 def test_answers_come_in_their_order(stand) -> None:

@@ -78,7 +78,7 @@ def test_weights_stay_as_they_were_loaded_on_a_cpu(extension) -> None:
     assert layer == SimpleNamespace(weight="untouched", cpu_linear=torch.nn.functional.linear)
 
 
-def test_plan_apply_and_status(worker, tmp_path) -> None:
+def test_plan_and_apply(worker, tmp_path) -> None:
     found = worker.logra_plan(SHAPES, version=0)
     assert found == {
         "ok": True, "rank": 1, "version": 0, "sha256": "", "broken": "",
@@ -92,7 +92,6 @@ def test_plan_apply_and_status(worker, tmp_path) -> None:
         assert found == {
             "ok": True, "rank": 1, "version": 1, "sha256": digest(blob), "broken": "", "already": already,
         }  # fmt: skip
-    assert worker.logra_status()["version"] == 1
     assert float(worker.model_runner.get_model().weight.max()) > 1.5  # 1 + 2 / sqrt(2) where both signs are +
 
 

@@ -100,7 +100,7 @@ def test_answers_that_are_there_are_not_asked_for_again() -> None:
         several.generate(PROMPTS, SEEDS, found, max_tokens=1)
     assert len(found) == 15
     several.clients[0].lasts = 10**6
-    several.reload("folder", {}, 1)
+    several.restore(lambda number: None, 1, [0])
     assert several.generate(PROMPTS, SEEDS, found, max_tokens=1) == EXPECTED
     assert sorted(several.clients[0].served) == PROMPTS
 
