@@ -2,8 +2,6 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from logra_jax._shapes import Array, Int
 from logra_jax.rl.rollout import Rollout, Sampler
 
@@ -27,7 +25,6 @@ class Engine(Protocol):
         n: int,
         seed: int,
         update: int,
-        limits: Int[np.ndarray, " n"] | Int[Array, " n"] | None = None,
     ) -> Rollout:
         """n answers to each prompt: see `Sampler.generate`."""
 

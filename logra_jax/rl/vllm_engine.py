@@ -227,7 +227,6 @@ class VllmEngine:
         n: int,
         seed: int,
         update: int,
-        limits: Int[np.ndarray, " n"] | Int[Array, " n"] | None = None,
     ) -> Rollout:
         """See `Engine`. An answer's noise follows from its `answer_seed`, whoever gives it; a prompt that stands in
         the batch again counts its samples on. May run in a thread of its own: `sync`, `reload` and `advance` refuse
@@ -238,29 +237,27 @@ class VllmEngine:
           UserError: a server refused or failed, or gave what the trainer's model cannot have given.
         """
         with self._drawing:
-            return self._generate(prompt_tokens, prompt_lengths, prompt_ids, n, seed, update, limits)
+            return self._generate(prompt_tokens, prompt_lengths, prompt_ids, n, seed, update)
 
     def _generate(
-        self, prompt_tokens: Any, prompt_lengths: Any, prompt_ids: Any, n: int, seed: int, update: int, limits: Any
+        self, prompt_tokens: Any, prompt_lengths: Any, prompt_ids: Any, n: int, seed: int, update: int
     ) -> Rollout:
         if self._pool is None or self.version < 0:
             raise ValueError("the engine has no weights: call sync first")
         sampler, width = self._sampler, prompt_tokens.shape[1]
         tokens, lengths, ids = (np.asarray(array) for array in (prompt_tokens, prompt_lengths, prompt_ids))
-        most = np.full(len(tokens) * n, sampler.max_new_tokens) if limits is None else np.asarray(limits)
-        most = np.clip(most, 1, sampler.max_new_tokens)
         again = np.tril(ids[:, None] == ids[None, :], -1).sum(axis=1)
         found = self._answers(
             [row[width - length :].tolist() for row, length in zip(tokens, lengths, strict=True)],
             [answer_seed(seed, update, int(i), n * int(k)) for i, k in zip(ids, again, strict=True)],
             n=n,
-            max_tokens=int(most.max()),
+            max_tokens=sampler.max_new_tokens,
             temperature=sampler.temperature,
             end_ids=sampler.end_ids,
             banned_ids=range(sampler.vocab_size, sampler.model.config.vocab_size),
         )
         answers = [answer for several in found for answer in several]
-        drawn, *others = self._rows(answers, most)
+        drawn, *others = self._rows(answers)
         rows = np.concatenate([np.repeat(tokens, n, axis=0), drawn], axis=1)
         return Rollout(*map(self._place, (rows, np.repeat(lengths, n), *others)))
 
@@ -290,13 +287,14 @@ class VllmEngine:
                 self._tell_lost()
                 return answers
 
-    def _rows(self, answers: Sequence[Completion], most: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Tokens, lengths, log-probabilities, ends and versions of answers, padded; at most so many tokens of each."""
+    def _rows(self, answers: Sequence[Completion]) -> tuple[np.ndarray, ...]:
+        """Tokens, lengths, log-probabilities, ends and versions of answers, padded."""
         shape = (len(answers), self._sampler.max_new_tokens)
         tokens, logprobs = np.full(shape, self._sampler.pad_id, np.int32), np.zeros(shape, np.float32)
-        counts, stopped = np.zeros(len(answers), np.int32), np.zeros(len(answers), bool)
+        counts = np.array([len(answer.tokens) for answer in answers], np.int32)
+        stopped = np.array([answer.stopped for answer in answers], bool)
         versions = np.array([answer.version for answer in answers], np.int32)
-        for i, (answer, limit) in enumerate(zip(answers, most, strict=True)):
+        for i, answer in enumerate(answers):
             if not all(0 <= token < self._sampler.vocab_size for token in answer.tokens):
                 raise UserError("a vLLM server gave tokens that the model does not have: does it serve another one?")
             if answer.stopped != (answer.tokens[-1] in self._sampler.end_ids):
@@ -304,9 +302,7 @@ class VllmEngine:
                     f"a vLLM server ended answers at token {answer.tokens[-1]}, the trainer's model at "
                     f"{self._sampler.end_ids}: start it with the model that is trained"
                 )
-            count = counts[i] = min(len(answer.tokens), limit)
-            tokens[i, :count], logprobs[i, :count] = answer.tokens[:count], answer.logprobs[:count]
-            stopped[i] = answer.stopped and len(answer.tokens) <= limit
+            tokens[i, : counts[i]], logprobs[i, : counts[i]] = answer.tokens, answer.logprobs
         return tokens, counts, logprobs, stopped, versions
 
     def close(self) -> None:

@@ -83,22 +83,6 @@ def test_answers_that_are_being_drawn_keep_their_weights_and_end_with_the_engine
     assert ends
 
 
-def test_rows_are_cut_at_their_limits(make):
-    engine = make(Stand())
-    engine.sync("p", 0)
-    prompts = np.full((1, WIDTH), 9, np.int32), np.array([WIDTH]), np.array([2])
-    whole = engine.generate(*prompts, n=4, seed=1, update=0)
-    cut = engine.generate(*prompts, n=4, seed=1, update=0, limits=np.array([1, 2, 3, 99]))
-    assert max(whole.lengths) > 3
-    for row, limit in enumerate((1, 2, 3, NEW)):
-        length = min(int(whole.lengths[row]), limit)
-        assert cut.lengths[row] == length
-        assert cut.stopped[row] == (whole.lengths[row] <= limit)
-        kept = np.arange(NEW) < length
-        np.testing.assert_array_equal(cut.tokens[row, WIDTH:], np.where(kept, whole.tokens[row, WIDTH:], PAD))
-        np.testing.assert_array_equal(cut.logprobs[row], np.where(kept, whole.logprobs[row], 0))
-
-
 def test_seeds_follow_the_documented_formula():
     # printf '\7\0\0\0\0\0\0\0\3\0\0\0\0\0\0\0\14\0\0\0\0\0\0\0' | sha256sum
     assert answer_seed(7, 3, 12, 0) == 0xDEE2ED1352802BC1 >> 2
