@@ -56,11 +56,13 @@ def make_engine(
     UserError.
     """
     settings, alone = config.vllm, distributed.alone()
-    folder = Path(settings.folder or Path(config.out, "sync"))
+    own = Path(config.out, "sync")
+    folder = Path(settings.folder or own)
     each = settings.tensor_parallel
     gpus = settings.gpus.split(",") if settings.gpus is not None else []
 
     def start(weights: Path) -> list[Server]:
+        own.mkdir(parents=True, exist_ok=True)
         options = {
             "dtype": settings.dtype or config.model.compute_dtype,
             "tensor_parallel": each,
@@ -70,7 +72,7 @@ def make_engine(
         }
         return [
             Server(
-                Path(str(settings.python)).expanduser(), weights, folder / f"server-{i}.log", options=options,
+                Path(str(settings.python)).expanduser(), weights, own / f"server-{i}.log", options=options,
                 port=settings.port and settings.port + i, folder=folder,
                 start_seconds=settings.start_s, timeout=settings.timeout_s,
                 interrupt=interrupt if alone else lambda: None,

@@ -6,6 +6,7 @@ import struct
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class VllmEngine:
       answers: most that are asked of a prompt.
       write: write(params, folder) makes a Hugging Face folder of weights, over one that is there.
       place: puts rows on the trainer's devices.
-      folder: for weights and large updates; the servers see it too.
+      folder: for weights, in a folder of their own, and large updates; the servers see it too.
       table, shapes: names of all parameters, and shapes of whole leaves, by path, that updates by factors will change;
         without shapes all weights are loaded at every `sync`.
       full_every: load all weights at every version that is a multiple of it; 0: never.
@@ -75,7 +76,8 @@ class VllmEngine:
         self.version, self._params = -1, None
         self._sampler, self._write, self._place, self._table = sampler, write, place, table
         self._shapes, self._full_every = file_shapes(table, shapes), full_every
-        self._weights, self._start = folder.resolve() / "weights", start
+        # Of this engine alone: other runs, and whoever the folder belongs to, may have theirs beside it.
+        self._weights, self._start = folder.resolve() / f"weights-{uuid.uuid4().hex[:12]}", start
         self._servers: list[Server] = []
         self._pool = Pool(clients) if clients else None
         self._rescues: dict[int, int] = {}  # by number of the server, since it last outlived a batch

@@ -152,11 +152,25 @@ def test_servers_are_started_with_the_first_weights_and_stopped(make, tmp_path):
     engine.close()
     engine.close()
     assert events == [("start", "a"), ("stop", "a")]
-    assert not (tmp_path / "sync/weights").exists()
+    assert not list((tmp_path / "sync").iterdir())
     engine = make(start=start(["a", "broken"]))
     with pytest.raises(UserError, match="no such model"):
         engine.sync("p", 0)
     assert ("stop", "a") in events[2:]
+
+
+def test_a_folder_may_hold_other_things_and_the_weights_of_other_runs(make, tmp_path):
+    own = tmp_path / "sync/weights/own"
+    own.mkdir(parents=True)
+    stands = Stand(), Stand()
+    engines = [make(stand) for stand in stands]
+    for engine, params in zip(engines, ("p", "q"), strict=True):
+        engine.sync(params, 0)
+    assert [[path.name for path in stand.folder.iterdir()] for stand in stands] == [["p"], ["q"]]
+    engines[0].close()
+    assert [stand.folder.exists() for stand in stands] == [False, True]
+    engines[1].close()
+    assert [*(tmp_path / "sync").rglob("*")] == [own.parent, own]
 
 
 def test_servers_that_do_not_fit_are_refused(make):
