@@ -13,6 +13,7 @@ from logra_jax.config import Config
 from logra_jax.errors import UserError
 from logra_jax.models import ModelConfig
 from logra_jax.models.names import name_table
+from logra_jax.models.save import text_prefix
 from logra_jax.rl.rollout import Sampler
 from logra_jax.rl.shared_engine import SharedEngine
 from logra_jax.rl.vllm_engine import VllmEngine
@@ -89,6 +90,7 @@ def make_engine(
         folder=folder,
         table=name_table(sampler.model.config),
         shapes=shapes if build.sends_factors(config) else {},
+        prefix=text_prefix(sampler.model),
         full_every=settings.full_every,
         clients=[Client(url, timeout=settings.timeout_s, folder=folder) for url in settings.urls],
         start=start,

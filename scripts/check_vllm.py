@@ -27,9 +27,10 @@ import numpy as np
 
 from logra_jax import cli
 from logra_jax.errors import UserError
-from logra_jax.models import load_hf, save_hf
+from logra_jax.models import ModelConfig, load_hf, save_hf
 from logra_jax.models.hf import read_json
 from logra_jax.models.names import name_table
+from logra_jax.models.save import text_prefix
 from logra_jax.optim import LowRank, SketchSpec, apply_updates, merge
 from logra_jax.optim.projection import weight_keys
 from logra_jax.optim.spec import leaves_with_paths, map_leaves
@@ -145,7 +146,8 @@ def check(client: Client, folder: Path, updates: int, rank: int) -> dict[str, An
     """All figures of a running server that has the weights of `folder`."""
     trainer = Trainer(folder, rank)
     start = trainer.params()
-    client.plan(trainer.shapes())
+    prefix = text_prefix(trainer.model)
+    client.plan(trainer.shapes(), prefix=prefix)
     report: dict[str, Any] = {"before": difference(trainer, start, answers(client, trainer, 0))}
     synced, worst, last = [], 0.0, None
     for number in range(updates):
@@ -175,7 +177,7 @@ def check(client: Client, folder: Path, updates: int, rank: int) -> dict[str, An
     }
     with tempfile.TemporaryDirectory() as parent:
         save_hf(trainer.model, trainer.params(), Path(parent) / "all")
-        client.reload(Path(parent) / "all", trainer.shapes(), trainer.version)
+        client.reload(Path(parent) / "all", trainer.shapes(), trainer.version, prefix=prefix)
     client.sync(trainer.update())
     report["after_reload"] = difference(trainer, trainer.params(), answers(client, trainer, 5))
     return report
@@ -193,7 +195,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", help="the server's")
     parser.add_argument("--log", type=Path, default=Path("vllm.log"))
     arguments = parser.parse_args()
-    positions = read_json(arguments.model, "config.json")["max_position_embeddings"]
+    positions = ModelConfig.from_hf(read_json(arguments.model, "config.json")).max_position_embeddings
     # Several stages need vLLM's compiled mode.
     more = [f"--pipeline-parallel-size={arguments.pipeline_parallel}"]
     more += ["--enforce-eager"] if arguments.pipeline_parallel == 1 else []

@@ -15,6 +15,7 @@ from logra_jax.rl.vllm_engine import VllmEngine
 from logra_jax.sync.client import Client, Completion, Synced, Unreachable
 
 END, PAD, VOCAB, WIDTH, NEW = 3, 0, 30, 4, 6
+PREFIX = "model.language_model."
 KERNEL = "layers/mlp/up_proj/kernel"
 SHAPES = {KERNEL: (3, 16, 24), "norm/scale": (16,)}
 
@@ -45,11 +46,13 @@ class Stand(Client):
     def healthy(self, timeout):
         return self.dies > 0
 
-    def plan(self, shapes, version):
+    def plan(self, shapes, version, prefix):
+        assert prefix == PREFIX
         self.calls.append(("plan", version))
         self.shapes, self.at = shapes, version
 
-    def reload(self, folder, shapes, version):
+    def reload(self, folder, shapes, version, prefix):
+        assert prefix == PREFIX
         self.calls.append(("reload", version))
         self.folder, self.shapes, self.at = folder, shapes, version
 
@@ -80,7 +83,8 @@ def make_engine(folder: Path, *stands: Stand, **options: object) -> VllmEngine:
     sampler = Sampler(CausalLM(TINY), max_new_tokens=NEW, end_ids=(END,), vocab_size=VOCAB, pad_id=PAD, temperature=0.7)
     given = {
         "prompt_width": WIDTH, "write": lambda params, folder: (folder / params).mkdir(parents=True, exist_ok=True),
-        "place": jnp.asarray, "folder": folder, "table": name_table(TINY), "shapes": SHAPES, "clients": stands,
+        "place": jnp.asarray, "folder": folder, "table": name_table(TINY), "shapes": SHAPES, "prefix": PREFIX,
+        "clients": stands,
     }  # fmt: skip
     return VllmEngine(sampler, **given | options)
 

@@ -21,7 +21,7 @@ import logra_jax.run
 from logra_jax import build, cli, servers, train
 from logra_jax.config import load_config, resolve_path
 from logra_jax.metrics import MetricsWriter, read_rows
-from logra_jax.models import load_hf
+from logra_jax.models import load_hf, save_hf
 from logra_jax.optim import twin
 from logra_jax.rl.vllm_engine import VllmEngine
 from logra_jax.sync import blob
@@ -38,7 +38,7 @@ class Stand:
         self.logits = None
         self.weights: dict[str, np.ndarray] = {}
         self.version, self.longest, self.fails, self.refuses, self.folder = "", 64, (), "never", Path()
-        self.vllm, self.model = "0.32.0", {}
+        self.vllm, self.model, self.cpu, self.prefix = "0.32.0", {}, True, "model."
 
     def answer(self, path: str, body: dict) -> object:
         if path == "/collective_rpc":
@@ -74,11 +74,16 @@ class Stand:
         return [None, *({str(ids[i]): {"logprob": float(found[i - 1, ids[i]])}} for i in range(1, len(ids)))]
 
     def logra_describe(self, asked: dict) -> dict:
-        return {"vllm": self.vllm, "max_num_seqs": 4, "piece": 0, "cpu": True, "model": self.model}
+        return {"vllm": self.vllm, "max_num_seqs": 4, "piece": 0, "cpu": self.cpu, "model": self.model}
+
+    def stored(self, name: str) -> str:
+        """What the file calls a tensor."""
+        return self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
     def logra_plan(self, asked: dict) -> dict:
         self.calls.append(asked["version"])
-        shapes = {name: self.weights[name].shape for name in asked["shapes"]}
+        self.prefix = asked["prefix"]
+        shapes = {name: self.weights[self.stored(name)].shape for name in asked["shapes"]}
         assert shapes == {name: tuple(shape) for name, shape in asked["shapes"].items()}
         return {"parts": {name: [[[0, size] for size in shape]] for name, shape in shapes.items()}}
 
@@ -94,10 +99,11 @@ class Stand:
             return {"ok": False, "error": "half-way", "broken": "half-way", "version": update.base, "sha256": ""}
         for name, bits in update.factors.items():
             factor = (bits.astype(np.uint32) << 16).view(np.float32)
-            signs = twin.signs(update.seed, update.drawn, name, len(factor), self.weights[name].shape[1])
+            before = self.weights[self.stored(name)]
+            signs = twin.signs(update.seed, update.drawn, name, len(factor), before.shape[1])
             change = factor.T.astype(np.float64) @ signs / np.sqrt(len(factor))
-            self.weights[name] = ((1 - update.decay) * self.weights[name] + change).astype(np.float32)
-        self.weights |= update.dense
+            self.weights[self.stored(name)] = ((1 - update.decay) * before + change).astype(np.float32)
+        self.weights |= {self.stored(name): value for name, value in update.dense.items()}
         return {"version": update.version, "sha256": digest}
 
 
@@ -245,6 +251,30 @@ def test_servers_are_started_as_the_settings_say(tmp_path, monkeypatch) -> None:
             "options": {"dtype": "float32", "tensor_parallel": 2, "max_length": 6 + 33, "max_sequences": 64,
                         "more": ("--enforce-eager", "--max-num-seqs", "64")},
         }  # fmt: skip
+
+
+def test_a_server_of_a_multimodal_folder_is_told_how_that_names_its_text(stand, fixtures, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stand.cpu = False
+    model, params = load_hf(fixtures / "tiny-qwen3_5-vlm-names")
+    config = load_config(None, ["rollout.engine=vllm", f"vllm.urls=[{stand.url}]", "rollout.generations=4"])
+    leaves = {"layers/mlp/up_proj/kernel": params["layers"]["mlp"]["up_proj"]["kernel"], "norm/scale": jnp.ones(64)}
+    sampler = build.make_sampler(config, model, 311, 1.0, 1.0)
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    write = lambda params, folder: save_hf(model, params, folder, overwrite=True)
+    engine = servers.make_engine(config, sampler, 6, shapes, write, jnp.asarray)
+    engine.sync(params, 0)
+    kernel, scale = leaves.values()
+    factors = {"layers/mlp/up_proj/kernel": jnp.ones((*kernel.shape[:-2], 2, kernel.shape[-1]), jnp.bfloat16)}
+    for version in (1, 2):
+        before = dict(stand.weights)
+        dense = {"norm/scale": scale * version}
+        assert engine.advance(version, factors, dense, seed=5, drawn=0, decay=0.5)["sync/version"] == version
+        changed = {name for name, weight in stand.weights.items() if not np.array_equal(weight, before[name])}
+        targets = {f"model.language_model.layers.{i}.mlp.up_proj.weight" for i in range(4)}
+        assert changed == targets | {"model.language_model.norm.weight"}
+        engine.reload(params, version)
+    engine.close()
 
 
 @pytest.mark.vllm

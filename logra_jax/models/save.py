@@ -19,7 +19,7 @@ from logra_jax.mesh import fetch, fetch_parts
 from logra_jax.models.config import ModelConfig
 from logra_jax.models.decoder import CausalLM, Params, check_dtype
 from logra_jax.models.hf import INDEX, SINGLE, hf_shapes, open_shards, read_json
-from logra_jax.models.names import name_table, text_name
+from logra_jax.models.names import MULTIMODAL_PREFIX, name_table, text_name
 from logra_jax.models.tensor_file import CODES, DTYPES, write_tensor_file
 
 SIDE_FILES = (
@@ -110,6 +110,13 @@ def save_hf(
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def text_prefix(model: CausalLM) -> str:
+    """What the files of `save_hf` have for "model." at the start of a text model's names. UserError as there."""
+    files = [] if model.source is None else open_shards(Path(model.source))
+    multimodal = any(name.startswith(MULTIMODAL_PREFIX) for file in files for name in file.entries)
+    return MULTIMODAL_PREFIX if multimodal else "model."
 
 
 def _checked(model: CausalLM, params: Params) -> dict[str, jax.Array]:

@@ -52,6 +52,7 @@ class VllmEngine:
       folder: for weights, in a folder of their own, and large updates; the servers see it too.
       table, shapes: names of all parameters, and shapes of whole leaves, by path, that updates by factors will change;
         without shapes all weights are loaded at every `sync`.
+      prefix: what the files of `write` have for "model." at the start of a name, see `models.save.text_prefix`.
       full_every: load all weights at every version that is a multiple of it; 0: never.
       clients: servers that run already.
       start: start(folder) makes servers with the weights in the folder, which are started and stopped here.
@@ -69,13 +70,14 @@ class VllmEngine:
         folder: Path,
         table: Table,
         shapes: Mapping[str, tuple[int, ...]],
+        prefix: str,
         full_every: int = 0,
         clients: Sequence[Client] = (),
         start: Callable[[Path], list[Server]] | None = None,
     ):
         self.version, self._params = -1, None
         self._sampler, self._write, self._place, self._table = sampler, write, place, table
-        self._shapes, self._full_every = file_shapes(table, shapes), full_every
+        self._shapes, self._prefix, self._full_every = file_shapes(table, shapes), prefix, full_every
         # Of this engine alone: other runs, and whoever the folder belongs to, may have theirs beside it.
         self._weights, self._start = folder.resolve() / f"weights-{uuid.uuid4().hex[:12]}", start
         self._servers: list[Server] = []
@@ -106,7 +108,7 @@ class VllmEngine:
             for server in self._servers:
                 self._needs.check(server.client)
             self._pool = Pool([server.client for server in self._servers])
-            self._pool.plan(self._shapes, version)
+            self._pool.plan(self._shapes, version, prefix=self._prefix)
         elif version != self.version:
             self._bring(range(len(self._pool.clients)), version)
         elif self._pool.lost:
@@ -154,13 +156,13 @@ class VllmEngine:
                     raise Unreachable(f"{client.url}: no answer{'' if self._servers else '; start it again'}")
                 if not self._servers:
                     self._needs.check(client)
-                client.reload(self._weights, self._shapes, version)
+                client.reload(self._weights, self._shapes, version, prefix=self._prefix)
             except UserError as error:
                 if not self._servers:
                     raise
                 _warn(f"{client.url} is started again: {self._why(number, error)}")
                 self._servers[number].restart()
-                client.plan(self._shapes, version)
+                client.plan(self._shapes, version, prefix=self._prefix)
 
         self._pool.restore(bring, version, numbers)
         self._tell_lost()

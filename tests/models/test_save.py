@@ -15,6 +15,7 @@ from safetensors.numpy import save_file as save_numpy
 
 from logra_jax.errors import UserError
 from logra_jax.models import CausalLM, load_hf, save_hf
+from logra_jax.models.save import text_prefix
 
 TIED, SHARDED, BF16 = "tiny-qwen2-tied", "tiny-qwen2-sharded", "tiny-qwen2-bf16"
 INDEX = "model.safetensors.index.json"
@@ -223,3 +224,15 @@ def test_a_value_that_overflows_a_float16_source_is_named(writable, tmp_path):
         save_hf(model, params, tmp_path / "out")
     save_hf(model, params, tmp_path / "out", dtype="float32")
     assert load_hf(tmp_path / "out")[1]["norm"]["scale"][0] == 1e5
+
+
+@pytest.mark.parametrize(
+    ("source", "start"),
+    [("tiny-qwen3_5-vlm-names", "model.language_model."), ("tiny-qwen3_5-text", "model."), (None, "model.")],
+)
+def test_names_of_the_text_start_as_in_what_is_written(fixtures, tmp_path, source, start):
+    model, params = load_hf(fixtures / (source or "tiny-qwen3_5-vlm-names"))
+    model = model if source else model.replace(source=None)
+    assert text_prefix(model) == start
+    save_hf(model, params, tmp_path / "saved")
+    assert f"{start}norm.weight" in read_numpy(tmp_path / "saved/model.safetensors")

@@ -53,7 +53,7 @@ class Rig:
         self.width = max(map(len, self.trainer.prompts))
         self.engine = VllmEngine(
             sampler, prompt_width=self.width, place=jnp.asarray, folder=folder, table=self.trainer.table,
-            write=lambda params, where: save_hf(model_, params, where, overwrite=True),
+            write=lambda params, where: save_hf(model_, params, where, overwrite=True), prefix="model.",
             shapes={path: leaf.shape for path, leaf in leaves_with_paths(self.trainer.train)}, start=start,
         )  # fmt: skip
         self.engine.sync(self.start, 0)
