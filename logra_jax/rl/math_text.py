@@ -45,17 +45,17 @@ def answer_text(completion: str) -> str | None:
 def last_box(text: str) -> str | None:
     r"""The content of the complete \boxed{...} that closes last, None without one; in linear time."""
     opened: list[int] = []  # start of the content for a box, -1 for any other brace
-    found = None
+    found = None  # where it starts and ends: a copy of each of many nested ones would take quadratic time
     for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):
         if token[0] == "{":
             opened.append(-1)
         elif token[0] == "}":
             start = opened.pop() if opened else -1
             if start >= 0:
-                found = text[start : token.start()]
+                found = start, token.start()
         elif token[0].startswith("\\boxed"):
             opened.append(token.end())
-    return found
+    return None if found is None else text[slice(*found)]
 
 
 def clean(text: str) -> str:
