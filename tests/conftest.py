@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -29,6 +30,10 @@ from jaxtyping import install_import_hook
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 install_import_hook(["logra_jax.optim", "logra_jax.models", "logra_jax.rl"], "beartype.beartype")
+
+# The same examples in every run: a change is to blame for what fails, not luck.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("same")
 
 HERE = Path(__file__).parent
 TINY = """

@@ -24,6 +24,7 @@ class Stand(Client):
     """Notes what it is asked; answers with its prompt's first token as often as the answer's seed says, and an end.
 
     dies: answers after which it is gone. piece: tokens at a time. served: of its config.json, other than the trainer's.
+    after: one whose failure it waits for before it answers.
     """
 
     def __init__(
@@ -34,7 +35,8 @@ class Stand(Client):
         self.calls: list = []
         self.asked: dict = {}
         self.at, self.most, self.error = -1, longest, None
-        self.lock = threading.Lock()
+        self.lock, self.gone = threading.Lock(), threading.Event()
+        self.after: Stand | None = None
 
     def longest(self):
         return self.most
@@ -70,8 +72,10 @@ class Stand(Client):
         return Completion([prompt[0]] * count + [END], [-float(seed % 7 + 1)] * (count + 1), True, self.at)
 
     def generate(self, prompt, *, seed, n, **settings):
+        assert self.after is None or self.after.gone.wait(60)
         with self.lock:
             if not self.dies:
+                self.gone.set()
                 raise Unreachable(f"{self.url} is gone")
             self.dies -= 1
             self.asked[tuple(prompt)] = (seed, n, settings)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import limits
 import numpy as np
 import pytest
 
@@ -207,11 +208,12 @@ def broken_later(prompts, completions, columns):
 """
 
 
-def test_rewards_that_fail_for_some_rows(base):
+def test_rewards_that_fail_for_some_rows(base, monkeypatch):
+    limits.as_needed(monkeypatch, lambda request: all("*3" in prompt for prompt in request["prompts"]))
     Path("rewards.py").write_text(REWARDS)
     rows = [{"prompt": f"9*{b}=", "answer": "7"} for b in (2, 3, 4, 5)]
     Path("four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more = ["reward.kind=rewards:flaky", "reward.timeout_s=0.3", "steps=1"]
+    more = ["reward.kind=rewards:flaky", "reward.timeout_s=100", "steps=1"]
     assert train.main([*base, *more, "data.train=four.jsonl", "data.eval=null"]) == 0
     (row,) = read_rows("out/metrics.jsonl")
     assert row["rows/dropped"] == 6  # two answers each to the first three prompts

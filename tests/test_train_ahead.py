@@ -24,17 +24,20 @@ loss.importance_cap=2 rollout.engine=vllm rollout.staleness=1 vllm.drift_every=0
 
 
 class Watched(Stand):
-    """Notes the versions at which it was asked for answers and given updates; `hold`: the version at which it hangs."""
+    """Notes the versions at which it was asked for answers and given updates.
+
+    hold: the version at which it hangs, until it is told to abort or a minute is over; held: whether it was told.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked, self.hold, self.aborted = [], None, threading.Event()
+        self.asked, self.hold, self.held, self.aborted = [], None, [], threading.Event()
 
     def answer(self, path, body):
         if path == "/inference/v1/generate":
             self.asked.append(int(self.version))
             if int(self.version) == self.hold:
-                self.aborted.wait(60)
+                self.held.append(self.aborted.wait(60))
         if path == "/pause" and self.hold is not None:
             self.aborted.set()
         return super().answer(path, body)
@@ -138,11 +141,10 @@ def test_a_run_that_stops_itself_gives_up_what_is_being_drawn(argv, stand, monke
                 time.sleep(0.01)
 
         patch.setattr(logra_jax.run.Run, "draw_ahead", draw)
-        began = time.monotonic()
         assert train.main(argv) == train.FAILED
-        assert time.monotonic() - began < 30
     assert "update 0 was not finite" in capsys.readouterr().err
-    assert stand.aborted.is_set()
+    assert stand.held
+    assert all(stand.held)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("answers")]
 
 

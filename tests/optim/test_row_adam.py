@@ -114,7 +114,8 @@ def test_never_nan(exponents, dead, seed) -> None:
         assert np.isfinite(state.rms["w"]).all()
         if preserve_norm:
             own = np.linalg.norm(np.asarray(s, np.float32).astype(np.float64))
-            np.testing.assert_allclose(np.linalg.norm(np.asarray(d["w"], np.float64)), own, rtol=1e-5)
+            lost = 2 * np.sqrt(s.size) * np.finfo(np.float32).tiny  # a device may flush subnormal numbers to 0
+            np.testing.assert_allclose(np.linalg.norm(np.asarray(d["w"], np.float64)), own, rtol=1e-5, atol=lost)
 
 
 STATE = scale_by_row_adam().init({"w": jnp.zeros((9, 6))})

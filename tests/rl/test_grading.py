@@ -14,7 +14,7 @@ import pytest
 
 from logra_jax.rl.math_answer import BadGold, check_gold, score
 from logra_jax.rl.math_text import answer_text, last_box
-from logra_jax.rl.reward import make_reward
+from logra_jax.rl.reward import RewardCounts, make_reward
 
 CASES = Path(__file__).parents[1] / "cases/grader.jsonl"
 # Reports about neighbouring graders; a score marked `policy` is a choice made here: the last box counts, no
@@ -138,7 +138,8 @@ def completion(row: dict) -> str:
 
 @pytest.fixture(scope="module")
 def grader():
-    with make_reward("math", answer_column="answer", timeout_s=2.0, workers=2) as grader:
+    # None of these texts needs the limit, and no machine is so slow that it would meet it.
+    with make_reward("math", answer_column="answer", timeout_s=100.0, workers=2) as grader:
         yield grader
 
 
@@ -167,9 +168,8 @@ def test_reported_case(reported, row):
 
 
 def test_reported_cases_need_no_time_limit(reported):
-    # The unsolvable integral and the huge answers (a dozen) are refused before they are evaluated. A busy machine may
-    # add a slow one.
-    assert reported[1].timeouts <= 2
+    # The unsolvable integral and the huge answers (a dozen) are refused before they are evaluated.
+    assert reported[1].timeouts == 0
     assert reported[1].errors == 1  # the gold answer that cannot be evaluated
 
 
@@ -189,15 +189,14 @@ def test_pairs_by_kind(grader):
 
 
 def test_hostile_answers_do_not_hold_up_the_others(grader):
-    """One in a hundred, of kinds that would take for ever: the batch takes seconds (scripts/check_grader.py)."""
+    """One in a hundred, of kinds that would take for ever: none is evaluated (scripts/check_grader.py times them)."""
     spec = importlib.util.spec_from_file_location("check_grader", Path(__file__).parents[2] / "scripts/check_grader.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     hostile = [text % 7 for text in script.HOSTILE]
     texts = [*hostile, *(f"\\boxed{{{n % 10}}}" for n in range(100 * len(hostile)))]
-    start = time.monotonic()
     found = grader.grade([""] * len(texts), texts, {"answer": ["3"] * len(texts)})
-    assert time.monotonic() - start < 30.0
+    assert grader.counts == RewardCounts()
     assert found.tolist() == [0.0] * len(hostile) + [float(n % 10 == 3) for n in range(100 * len(hostile))]
 
 
@@ -262,18 +261,18 @@ def test_the_text_of_an_answer(text, answer):
 
 
 def test_the_text_of_a_hostile_answer_takes_little_time():
-    start = time.perf_counter()
+    start = time.thread_time()  # of this thread alone, whatever else the machine does
     for part in (".", "\\text{1 ", " ", "1 ", "{", "\\sqrt(", "1.", "\\, "):
         answer_text(f"\\boxed{{{part * (200 // len(part) - 1)}x}}")
         answer_text(f"\\boxed{{{part * 10_000}x}}")
-    assert time.perf_counter() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 def test_last_box_takes_linear_time():
-    start = time.perf_counter()
+    start = time.thread_time()
     assert last_box("\\boxed{" * 100_000) is None
-    assert last_box("\\boxed{" * 50_000 + "1" + "}" * 50_000) is not None
-    assert time.perf_counter() - start < 3.0
+    assert last_box("\\boxed{" * 200_000 + "1" + "}" * 200_000) is not None
+    assert time.thread_time() - start < 3.0
 
 
 def test_gold_may_be_boxed_itself_and_must_not_be_empty():

@@ -4,14 +4,16 @@ import os
 import signal
 import sys
 import threading
-import time
+from types import SimpleNamespace
 
+import limits
 import numpy as np
 import pytest
 
 from logra_jax.errors import UserError
-from logra_jax.rl.reward import RewardCounts, make_reward
-from logra_jax.rl.workers import WorkerPool
+from logra_jax.rl import workers
+from logra_jax.rl.reward import ROW_ROUNDS, RewardCounts, make_reward
+from logra_jax.rl.workers import HURRY, WorkerPool
 
 FUNCTIONS = '''
 import os, signal, sys, time
@@ -69,11 +71,17 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def given(monkeypatch):
+    """The time limits that were given, one for each request; see `limits.as_needed`."""
+    return limits.as_needed(monkeypatch, lambda request: {"hang", "deaf"}.intersection(request["completions"]))
+
+
 def grade(grader, texts):
     return grader.grade([""] * len(texts), texts, {"answer": [""] * len(texts)})
 
 
-def function(name="reward", timeout_s=1.0, workers=2):
+def function(name="reward", timeout_s=60.0, workers=2):
     return make_reward(f"my_rewards:{name}", answer_column=None, timeout_s=timeout_s, workers=workers)
 
 
@@ -112,8 +120,8 @@ def test_rewards_that_are_not_finite_drop_their_rows(here):
         ("deaf", RewardCounts(timeouts=1)),
     ],
 )
-def test_only_the_guilty_row_is_dropped(here, text, counts):
-    with function(timeout_s=0.6) as grader:
+def test_only_the_guilty_row_is_dropped(here, given, text, counts):
+    with function() as grader:
         np.testing.assert_array_equal(grade(grader, ["a", text, "ccc"]), [1, np.nan, 3])
         assert grader.counts == counts
         assert grade(grader, ["dddd"]).tolist() == [4.0]  # and the next batch is served
@@ -145,11 +153,12 @@ def test_an_error_says_where_it_was_raised(here):
         grade(grader, ["raise", "raise"])
 
 
-def test_a_batch_of_hangs_ends_in_bounded_time(here):
-    start = time.monotonic()
-    with function(timeout_s=0.3, workers=1) as grader:
+def test_a_batch_of_hangs_ends_in_bounded_time(here, given, monkeypatch):
+    """By a clock that every request moves on by the whole of its limit."""
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: 0.5 * len(given)))
+    with function(timeout_s=0.5, workers=1) as grader:
         rewards = grade(grader, ["a"] + ["hang"] * 40)
-    assert time.monotonic() - start < 8.0  # 40 hangs in a row would take more than 12 s
+    assert len(given) == 2 + ROW_ROUNDS  # the batch, the first row, and as many others as there is time for
     assert rewards[0] == 1.0
     assert np.isnan(rewards[1:]).all()
     assert grader.counts == RewardCounts(timeouts=40)
@@ -219,7 +228,7 @@ def test_rows_and_columns_must_agree_and_the_answer_column_exist():
 
 @pytest.fixture(scope="module")
 def maths():
-    with make_reward("math", answer_column="answer", timeout_s=1.0, workers=2) as grader:
+    with make_reward("math", answer_column="answer", timeout_s=60.0, workers=2) as grader:
         yield grader
 
 
@@ -233,27 +242,24 @@ def test_grading_works_off_the_main_thread(maths):
     assert result[0].tolist() == [1.0]
 
 
-def test_a_batch_of_hostile_answers_ends_soon(maths):
+def test_hostile_answers_need_no_time_limit(maths):
     hostile = [
         r"\boxed{9^{9^{9^{9}}}}",
         r"\boxed{(1+x)^{100000}}",
         r"\boxed{(10^{7})!}",
         r"\boxed{3^{20^{6}}}",
     ]
-    start = time.monotonic()
     rewards = maths.grade([""] * 65, [*hostile * 16, r"\boxed{2}"], {"answer": ["2"] * 65})
     assert rewards.tolist() == [0.0] * 64 + [1.0]
-    assert time.monotonic() - start < 20.0
+    assert maths.counts == RewardCounts()
 
 
-def test_after_many_late_answers_the_others_get_less_time(here):
+def test_after_many_late_answers_the_others_get_less_time(here, given):
     pool = WorkerPool("my_rewards:reward", 1, 1.0)
     request = lambda text: {"prompts": [""], "completions": [text], "columns": {"answer": [""]}}
-    pool.wait_ready()
-    start = time.monotonic()
     replies = pool.run([request(text) for text in ["hang"] * 12 + ["a"]], full_limits=2)
-    assert 2.0 < time.monotonic() - start < 8.0  # 2 whole seconds and 10 tenths; 12 without the limit
     pool.close()
+    assert given == [1.0] * 2 + [HURRY] * 11
     assert replies == [{"late": True}] * 12 + [{"scores": [1.0]}]
 
 
@@ -336,14 +342,21 @@ def test_an_interrupted_call_leaves_no_stale_replies(maths):
     def interrupt(signum, frame):
         raise KeyboardInterrupt
 
+    def once_at_work():
+        while not over.wait(0.01):
+            if any(worker.task is not None for worker in maths._pool._workers):
+                os.kill(os.getpid(), signal.SIGUSR1)
+                return
+
+    over, thread = threading.Event(), threading.Thread(target=once_at_work)
     previous = signal.signal(signal.SIGUSR1, interrupt)
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.start()
+    thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             maths.grade([""], [r"\boxed{2}"], {"answer": [r"\int_0^1 x^{x^{x^{x}}} dx"]})  # takes for ever
     finally:
-        timer.join()
+        over.set()
+        thread.join()
         signal.signal(signal.SIGUSR1, previous)
     assert maths.grade([""] * 3, [r"\boxed{2}"] * 3, {"answer": ["2", "3", "2"]}).tolist() == [1.0, 0.0, 1.0]
 

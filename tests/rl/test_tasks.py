@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import limits
 import numpy as np
 import pytest
 
@@ -160,7 +161,8 @@ def test_a_task_whose_verifier_takes_anything_is_refused():
 
 
 @needs_gym
-def test_the_verifier_is_that_of_the_task_and_runs_nothing(mixture, tmp_path):
+def test_the_verifier_is_that_of_the_task_and_runs_nothing(mixture, tmp_path, monkeypatch):
+    limits.as_needed(monkeypatch, lambda request: "9**9" in request["completion"])
     rows = make_rows(mixture, held_out=False)
     countdown = next(row for row in rows if row["task"] == "countdown")
     colour = next(row for row in rows if row["task"] == "graph_color")

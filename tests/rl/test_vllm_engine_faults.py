@@ -45,6 +45,11 @@ LONG, ROWS = 10**6, 12
 BATCH = np.full((ROWS, WIDTH), 9, np.int32), np.full(ROWS, WIDTH), np.arange(ROWS)
 
 
+def let_fail(engine, first, second):
+    """The second one answers once the first one has failed, and meanwhile has not taken all prompts."""
+    second.after, engine._pool.at_once = first, 4
+
+
 def same(found, expected):
     for one, other in zip(found[:-1], expected[:-1], strict=True):  # all but whose weights they are of
         np.testing.assert_array_equal(one, other)
@@ -75,6 +80,7 @@ def test_others_answer_for_one_that_died_and_it_catches_up_at_the_next_sync(make
     servers = [Served("a", 2, LONG), Served("b", LONG)]
     engine = make(start=lambda folder: servers)
     engine.sync("p", 3)
+    let_fail(engine, *(server.client for server in servers))
     same(engine.generate(*BATCH, n=2, seed=1, update=3), expected)
     assert "a.log: last words\nwarning: it is left out" in capsys.readouterr().err
     assert servers[0].starts == 1
@@ -129,6 +135,7 @@ def test_servers_started_elsewhere_come_back_at_a_sync(make, expected, capsys):
     stands = Stand(name="a"), Stand(name="b")
     engine = make(*stands)
     engine.sync("p", 3)
+    let_fail(engine, *stands)
     stands[0].dies = 2
     same(engine.generate(*BATCH, n=2, seed=1, update=3), expected)
     for version in (4, 5, 6):  # as long as it takes

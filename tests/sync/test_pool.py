@@ -14,7 +14,7 @@ from logra_jax.sync.pool import Pool
 
 @dataclass
 class Stand:
-    """Answers with its prompt and seed; falls silent after `lasts` answers."""
+    """Answers with its prompt and seed; falls silent after `lasts` answers, and is `gone` once that was noticed."""
 
     url: str
     lasts: int = 10**6
@@ -22,10 +22,12 @@ class Stand:
     error: Exception | None = None
     served: list = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    gone: threading.Event = field(default_factory=threading.Event)
 
     def generate(self, prompt, *, seed, max_tokens):
         with self.lock:
             if len(self.served) >= self.lasts:
+                self.gone.set()
                 raise Unreachable(f"{self.url} is gone")
             self.served.append(prompt)
         if self.error:
@@ -77,6 +79,8 @@ def test_refusals_end_it() -> None:
 
 
 def test_a_server_that_failed_once_and_is_well_stays() -> None:
+    other = Stand("b", 5)
+
     class Late(Stand):
         late = 1
 
@@ -84,9 +88,10 @@ def test_a_server_that_failed_once_and_is_well_stays() -> None:
             if self.late:
                 self.late = 0
                 raise Unreachable("too late")
+            assert other.gone.wait(60)  # else this one may have all prompts before the other is asked often enough
             return super().generate(prompt, **settings)
 
-    several = pool(Late("a"), Stand("b", 5))
+    several = pool(Late("a"), other)
     assert several.generate(PROMPTS, SEEDS, max_tokens=1) == EXPECTED
     assert set(several.lost) == {1}
     several.clients[1].lasts = 10**6

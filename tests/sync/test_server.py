@@ -15,13 +15,15 @@ from logra_jax.errors import UserError
 from logra_jax.sync.server import EXTENSION, Server, command, environment, vllm_version
 
 STAND_IN = f"""#!{sys.executable}
-import http.server, os, subprocess, sys
+import http.server, os, subprocess, sys, time
 print(*sys.argv[1:], flush=True)
 print(os.environ["VLLM_SERVER_DEV_MODE"], os.environ["MINE"], os.environ.get("JAX_PLATFORMS"), flush=True)
 shown = os.environ["PYTHONPATH"]
 print(sorted(os.listdir(shown)), os.path.realpath(shown + "/logra_jax"), flush=True)
 if "die" in sys.argv:
     sys.exit("ValueError: not such a model")
+if "mute" in sys.argv:
+    time.sleep(60)
 print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)  # a worker
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -174,7 +176,7 @@ def test_a_start_can_be_interrupted(start) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    server = start(interrupt=interrupt)
+    server = start(interrupt=interrupt, options={"more": ["mute"]})
     with pytest.raises(KeyboardInterrupt):
         server.__enter__()
     assert server._process is None
