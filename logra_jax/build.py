@@ -152,10 +152,15 @@ def tasks_of(config: Config, key: Literal["train", "eval"], prompts: PromptSet) 
 
 
 def learning_rate(config: Config) -> optax.Schedule:
-    """Size of each update, a ratio or a learning rate: linear warm-up, then constant or cosine."""
-    settings = config.optimizer
-    peak = settings.update_ratio if settings.learning_rate is None else settings.learning_rate
+    """Size of each update, a ratio or a learning rate."""
+    peak = config.optimizer.update_ratio if config.optimizer.learning_rate is None else config.optimizer.learning_rate
     assert peak is not None  # one of the two is set: checked with the configuration
+    return _schedule(config, peak)
+
+
+def _schedule(config: Config, peak: float) -> optax.Schedule:
+    """Linear warm-up to `peak`, then constant or cosine."""
+    settings = config.optimizer
     if settings.schedule == "cosine":
         length = max(config.steps - settings.warmup, 1)
         after = optax.cosine_decay_schedule(peak, length, settings.final_fraction)
@@ -227,9 +232,8 @@ def make_optimizer(config: Config, spec: optim.SketchSpec) -> optax.GradientTran
         clip = optax.clip_by_global_norm(settings.max_grad_norm)
     dense = None
     if settings.others == "adamw":
-        rate = settings.others_learning_rate
+        rate = schedule if settings.others_learning_rate is None else _schedule(config, settings.others_learning_rate)
         moments = {"b1": 0.9, "b2": settings.b2, "eps": settings.eps}
-        rate = schedule if rate is None else rate
         dense = optim.in_float32(optax.adamw(rate, **moments, weight_decay=settings.weight_decay))
     if settings.name != "logra":
         b1 = settings.b1 if settings.b1 is not None else 0.0 if settings.name == "row_adam" else 0.9

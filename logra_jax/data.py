@@ -84,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     layout = found.layout if columns == Columns() else "plain"  # naming columns is asking for it
     _refuse_idle(found, layout)
     train = read(found.sources, layout, columns, found.subset, found.split)
-    test = read([found.test], None, columns, found.subset, None) if found.test else Side()
-    others = read(found.subtract, None, columns, found.subset, None).kept if found.subtract else {}
+    test = read([found.test] if found.test else [], None, columns, found.subset, found.test_split)
+    others = read(found.subtract, None, columns, found.subset, None).kept
     for side in (train, test):
         drop_contradictions(side)
         if found.bad_gold != "keep":
@@ -129,7 +129,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--held-out", type=float, metavar="FRACTION", help="hold out this share, chosen by a hash of the question")
     add("--seed", type=int, help="of that choice (default: 0)")
     add("--test", metavar="SOURCE", help="hold out this file instead; its questions leave the sources")
-    add("--subtract", action="append", metavar="SOURCE", help="questions to take out of everything; may be repeated")
+    add("--test-split", metavar="SPLIT", help="what --split is for the sources, for --test")
+    add(
+        "--subtract",
+        action="append",
+        default=[],
+        metavar="SOURCE",
+        help="questions to take out of everything; may be repeated",
+    )
     add(
         "--bad-gold",
         default="drop",
@@ -145,9 +152,15 @@ def _refuse_idle(found: argparse.Namespace, layout: str | None) -> None:
         raise UserError(f"--layout {found.layout} knows its columns: leave --*-column and --extract out")
     if found.seed is not None and found.held_out is None:
         raise UserError("--seed is of --held-out, which is not given: leave it out")
-    for option in ("subset", "split"):
-        if getattr(found, option) is not None and all(Path(source).expanduser().is_file() for source in found.sources):
-            raise UserError(f"--{option} chooses among the files of a folder, and files are named: leave it out")
+    test = [found.test] if found.test else []
+    everything = [*found.sources, *test, *found.subtract]
+    for option, given, sources in (
+        ("subset", found.subset, everything),
+        ("split", found.split, found.sources),
+        ("test-split", found.test_split, test),
+    ):
+        if given is not None and all(Path(source).expanduser().is_file() for source in sources):
+            raise UserError(f"--{option} chooses among the files of a folder, and none is named: leave it out")
 
 
 def find_files(source: str, subset: str | None, split: str | None) -> list[Path]:
@@ -169,14 +182,18 @@ def find_files(source: str, subset: str | None, split: str | None) -> list[Path]
         inside = {p: r for p, r in inside.items() if any(part.startswith(split) for part in r.parts)}
     if not inside:
         kinds = ", ".join(SUFFIXES)
-        raise UserError(f"{source}: no {kinds} file in it for --subset {subset} and --split {split}")
+        raise UserError(f"{source}: no {kinds} file in it in subset {subset}, split {split}")
     for option, given, names in (
-        ("subset", subset, {str(r.parent) for r in inside.values() if r.suffix.lower() == ".parquet"}),
-        ("split", split, {m[0] for r in inside.values() if (m := re.match(r"train|test|validation|dev", r.name))}),
+        ("--subset", subset, {str(r.parent) for r in inside.values() if r.suffix.lower() == ".parquet"}),
+        (
+            "--split (of --test: --test-split)",
+            split,
+            {m[0] for r in inside.values() if (m := re.match(r"train|test|validation|dev", r.name))},
+        ),
     ):
         if given is None and len(names) > 1:
             held = ", ".join(sorted(names))
-            raise UserError(f"{source}: holds {held}: choose one by --{option}, or name its files")
+            raise UserError(f"{source}: holds {held}: choose one by {option}, or name its files")
     return list(inside)
 
 

@@ -205,7 +205,7 @@ class Reward:
     )
     timeout_s: float = _f(
         5.0,
-        "seconds until an answer's grading is given up (a batch's, for a function)",
+        "seconds of CPU time until an answer's grading is given up; for a function, of a clock, and a batch's",
         "(0, inf)",
         "reward.kind!=exact",
     )
@@ -282,7 +282,7 @@ class Optimizer:
     others: Literal["frozen", "adamw"] = _f("frozen", "what happens to weights that are not targets")
     others_learning_rate: float | None = _f(
         None,
-        "learning rate of the others; null: learning_rate",
+        "learning rate of the others, on the same schedule; null: learning_rate",
         "(0, inf)",
         f"{_LOGRA},galore and optimizer.others=adamw",
     )
@@ -299,7 +299,7 @@ class Optimizer:
     warmup: int = _f(0, "updates of linear warm-up", "[0, inf)")
     schedule: Literal["constant", "cosine"] = _f("constant", "course of the step size after the warm-up")
     final_fraction: float = _f(0.1, "last step size as a fraction of the first", "[0, 1]", "optimizer.schedule=cosine")
-    weight_decay: float = _f(0.0, "decoupled weight decay", "[0, inf)")
+    weight_decay: float = _f(0.0, "decoupled weight decay, times learning_rate or update_ratio", "[0, inf)")
     max_grad_norm: float | None = _f(None, "gradients longer than this are shortened to it; null: off", "(0, inf)")
 
 

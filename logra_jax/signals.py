@@ -37,11 +37,6 @@ class StopFlag:
         self._before: dict[signal.Signals, Any] = {}
         self.agree: Callable[[int], int] = lambda number: number
 
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has arrived."""
-        return self._signal is not None
-
     def check(self) -> None:
         """Raise Stopped if a signal has arrived."""
         if number := self.agree(self._signal or 0):

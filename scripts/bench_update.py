@@ -103,7 +103,6 @@ def measure(
     config = footprint.with_optimizer(config, name)
     shape = build.read_model_config(config)
     found: dict[str, Any] = {}
-    report = report or (lambda figures: None)
 
     def parts_of(config: Config) -> footprint.Parts:
         return footprint.Parts(config, shape, shape.vocab_size, jax.devices())

@@ -262,12 +262,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the demo's checkpoint, tokenizer and rows.")
     here = Path(__file__).resolve().parents[1]
     parser.add_argument("--hybrid", action="store_true", help="a Qwen3.5 model; needs an --out of its own")
-    parser.add_argument("--out", type=Path, default=here / "logra_jax" / "demo", help="folder to write into")
+    parser.add_argument(
+        "--out", type=Path, default=here / "logra_jax" / "demo", help="new folder (default: the packaged demo, again)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="random weights and order of demonstrations")
     parser.add_argument("--stop-at", type=float, default=0.42, help="validation accuracy that ends the warm start")
     args = parser.parse_args()
     if args.hybrid and args.out == parser.get_default("out"):
         parser.error("--hybrid would replace the packaged demo: give another --out")
+    if args.out != parser.get_default("out") and args.out.exists():
+        parser.error(f"--out {args.out} exists: nothing is overwritten, choose another folder")
     config = dict(sorted((HYBRID_CONFIG if args.hybrid else HF_CONFIG).items()))
     train, held_out, validation = pairs()
     print(f"{len(train)} pairs to train, {len(held_out)} held out, {len(validation)} for validation")

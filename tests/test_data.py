@@ -313,9 +313,11 @@ def test_folders_as_the_hub_lays_them_out():
             parquet(f"openai/gsm8k/{subset}/{split}-00000-of-00001.parquet", [question])
     assert "holds main, socratic: choose one by --subset" in refused("openai/gsm8k")
     assert "holds test, train: choose one by --split" in refused("openai/gsm8k", "--subset", "main")
-    assert "--subset extra" in refused("openai/gsm8k", "--subset", "extra")
-    train, _, _ = run("openai/gsm8k", "--subset", "main", "--split", "train")
-    assert [r["prompt"] for r in train] == ["main train"]
+    assert "subset extra" in refused("openai/gsm8k", "--subset", "extra")
+    both = ("openai/gsm8k", "--subset", "main", "--split", "train", "--test", "openai/gsm8k")
+    assert "--test-split" in refused(*both)
+    train, held_out, _ = run(*both, "--test-split", "test")
+    assert [r["prompt"] for r in (*train, *held_out)] == ["main train", "main test"]
 
 
 def test_the_hub_out_of_reach(monkeypatch):
@@ -338,6 +340,8 @@ def test_what_is_refused_before_anything_is_written(here):
     assert "--seed is of --held-out" in refused("a.jsonl", "--seed", "1")
     assert "--split chooses among the files of a folder" in refused("a.jsonl", "--split", "train")
     assert "--subset chooses" in refused("a.jsonl", "--subset", "main")
+    assert "--test-split chooses" in refused("a.jsonl", "--test-split", "test")
+    assert "--test-split chooses" in refused("a.jsonl", "--test", "a.jsonl", "--test-split", "test")
     assert "--layout math knows its columns" in refused("a.jsonl", "--layout", "math", "--id-column", "id")
     assert "no question is held out: a larger --held-out takes more" in refused("a.jsonl", "--held-out", "0.000001")
     assert "no question is left" in refused("a.jsonl", "--subtract", "a.jsonl")

@@ -3,9 +3,11 @@
 import io
 import json
 import math
+import re
 import resource
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -241,3 +243,19 @@ def test_wandb_gets_the_rows(tmp_path, monkeypatch, key, mode):
     assert fake.calls[0][2]["mode"] == mode
     assert fake.calls[0][2]["project"] == "mine"
     assert fake.calls[1] == ("log", ({k: v for k, v in row(3).items() if k != "step"},), {"step": 3})
+
+
+def test_every_metric_is_explained():
+    """docs/metrics.md has the keys that the sources write, and no others."""
+    root = Path(__file__).parents[1]
+    table = "".join(re.findall(r"^\|(.*?)\|", (root / "docs/metrics.md").read_text(encoding="utf-8"), re.MULTILINE))
+    explained = {key for key in re.findall(r"`([^`]+)`", table) if not re.search("TASK|@K", key)}
+    groups = {key.partition("/")[0] for key in explained if "/" in key}
+    sources = [root / "logra_jax" / name for name in ("run.py", "train.py", "answers.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in [*sources, *(root / "logra_jax/rl").glob("*.py")])
+    written = {key for key in re.findall(r'"([a-z]+/[a-z_]+)"', text) if key.partition("/")[0] in groups}
+    assert explained >= written
+    evaluation = {
+        f"eval/{name}" for name in ("reward", "length", "cut_off", "dropped", "macro_accuracy")
+    }  # of rl.evaluate.summarize
+    assert explained - written - evaluation == {"step", "loss", "entropy"}

@@ -15,9 +15,7 @@ def test_first_signal_stops_at_the_next_check(number, code):
     before = signal.getsignal(number)
     with StopFlag() as stop:
         stop.check()
-        assert not stop.requested
         os.kill(os.getpid(), number)
-        assert stop.requested
         with pytest.raises(Stopped, match=signal.Signals(number).name) as stopped:
             stop.check()
     assert stopped.value.code == code

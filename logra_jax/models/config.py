@@ -188,8 +188,9 @@ class ModelConfig:
         """Read the content of a `config.json`, in either dialect (`rope_theta` or `rope_parameters`).
 
         `where` names the file in messages; `rope_theta` and `max_position_embeddings` override what it says.
-        Raises UserError for a missing or ill-typed key and for any feature that the decoder does not have:
-        what is not understood is never ignored. A multimodal file (`text_config`) gives its text model.
+        Raises UserError for a missing or ill-typed key and for any feature of these model types that the decoder
+        does not have. Keys that are none of theirs mean nothing, as in transformers. A multimodal file
+        (`text_config`) gives its text model.
         """
         return _Reader(raw, where).config(rope_theta, max_position_embeddings)
 

@@ -46,8 +46,8 @@ def load_hf(
 
     Tensors go from the mapped files to their places on the devices one after the other: the host holds no more than
     what one device gets of one tensor, and of several processes each reads what its own devices get. Raises UserError
-    for a folder that is incomplete, damaged, or of a model that this decoder does not compute exactly; nothing is
-    ever skipped or made up.
+    for a folder that is incomplete, damaged, or of a model that this decoder does not compute exactly. No tensor of the
+    text model is skipped or made up, but for a stored head beside `tie_word_embeddings`, which decides.
     """
     folder = Path(folder)
     asked = dict(dtype) if isinstance(dtype, Mapping) else None

@@ -26,7 +26,7 @@ LAYER_INPUT, BETWEEN = "layer_input", "between_attention_and_mlp"
 def rematerialized(layer: Callable[..., Any], name: str, *, looped: bool) -> Callable[..., Any]:
     """`layer(activations, parameters)` under the policy of that name.
 
-    looped: it is in the body of a loop; several: with other layers.
+    looped: it is in the body of a loop.
     """
     if name == "none":
         return layer

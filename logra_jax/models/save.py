@@ -27,6 +27,7 @@ SIDE_FILES = (
     "tokenizer*",
     "*.jinja",
     "chat_template*",
+    "*processor_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab*",

@@ -41,7 +41,7 @@ def logra(
         D <- -learning_rate D      or      D <- -D rho ||W|| / ||A^T D||  over all targets together
         q = 1/2 E_p[(z_dot - E_p z_dot)^2],  z_dot = d logits / dW [A^T D]
         alpha = min(alpha_max, sqrt(delta / q))                          predicted KL
-        W <- (1 - learning_rate weight_decay) W + alpha A^T D            lift, then `apply_updates`
+        W <- (1 - (learning_rate or rho) weight_decay) W + alpha A^T D   lift, then `apply_updates`
 
     It is `guard_nonfinite(chain(sketch, scale_by_row_adam, scale_by_update_ratio or scale_by_learning_rate,
     scale_by_predicted_kl, lift))`; the maths is in those. Nothing that rescales follows the KL link.
@@ -56,8 +56,7 @@ def logra(
       b2, eps, preserve_norm: of RowAdam; preserve_norm None means with update_ratio only, as in the paper.
       kl_budget: delta, nats per token, number or schedule; None leaves the KL link out.
       alpha_max: largest alpha.
-      weight_decay: decoupled, of the targets, times the learning rate (times 1 with update_ratio); not part
-        of q.
+      weight_decay: decoupled, of the targets, times learning_rate or update_ratio; not part of q.
       dense: a whole optax optimizer (`optax.adamw(1e-6)`) for the other trained leaves. KL link and alpha
         cover them.
 
@@ -76,7 +75,7 @@ def logra(
     ]
     inner = partition_targets({"sketched": optax.chain(*steps), "dense": dense or _refuse()}, spec)
     link = [] if kl_budget is None else [scale_by_predicted_kl(kl_budget, alpha_max)]
-    last = lift(spec, weight_decay, 1.0 if by_ratio else learning_rate)
+    last = lift(spec, weight_decay, update_ratio if by_ratio else learning_rate)
     return guard_nonfinite(optax.chain(inner, *link, last))
 
 

@@ -21,11 +21,11 @@ class Advantages(NamedTuple):
     valid: np.ndarray
 
 
-def grpo(rewards: np.ndarray, *, std: bool = True, eps: float = 1e-4, ddof: int = 0) -> Advantages:
+def grpo(rewards: np.ndarray, *, std: bool = True, eps: float = 1e-4) -> Advantages:
     """Group-relative advantages: (reward - mean) / (deviation + eps) within each group.
 
     rewards: float [groups, n], one row per prompt. std=False only takes the mean off (the "Dr. GRPO" form).
-    ddof=0 is the population deviation, 1 the sample deviation. Groups of equal rewards, and groups with fewer
+    The deviation is that of the population. Groups of equal rewards, and groups with fewer
     than two valid rows, get exactly 0. Raises UserError for n < 2.
     """
     values, valid = _groups(rewards, "grpo")
@@ -33,7 +33,7 @@ def grpo(rewards: np.ndarray, *, std: bool = True, eps: float = 1e-4, ddof: int 
     for i, keep in _informative(values, valid):
         group = values[i, keep]
         centred = group - group.mean()
-        out[i, keep] = centred / (group.std(ddof=ddof) + eps) if std else centred
+        out[i, keep] = centred / (group.std() + eps) if std else centred
     return Advantages(out.astype(np.float32), valid)
 
 

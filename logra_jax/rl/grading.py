@@ -4,16 +4,17 @@ Started by logra_jax.rl.reward as `python -m logra_jax.rl.grading KIND`, it talk
 pipes that were its stdin and stdout; whatever graded code prints goes nowhere. Requests and replies hold
 plain values only:
 
-    kind math: {"seconds": 5.0, "gold": text, "completion": text} -> {"score": 1.0}
+    kind math: {"cpu_seconds": 5.0, "gold": text, "completion": text} -> {"score": 1.0}
         without a completion, whether the gold answer can be used -> {"score": 1.0}
-    kind reasoning_gym: {"seconds": 5.0, "entry": text, "completion": text, "pattern": text} -> {"score": 1.0}
+    kind reasoning_gym: {"cpu_seconds": 5.0, "entry": text, "completion": text, "pattern": text} -> {"score": 1.0}
     otherwise: {"seconds": 5.0, "prompts": [..], "completions": [..], "columns": {..}} -> {"scores": [..]}
 
 A reply is {"error": last line of the traceback and place} where the graded code raised, {"late": true} where
-it took longer than `seconds`, {"bad_gold": reason} where the gold answer cannot be used, {"wrong_length": n}
-where a function returned n numbers and not one per completion. Code that never comes back
-to Python is killed by the other side of the pipe, or, if that is gone, by the timer that counts this
-process's own CPU time.
+it took longer than allowed, {"bad_gold": reason} where the gold answer cannot be used, {"wrong_length": n}
+where a function returned n numbers and not one per completion. `cpu_seconds` are those that this process has a
+core for, so that a busy machine makes no answer late; `seconds` are those of a clock, as a function may wait for
+others. Code that never comes back to Python is ended by the kernel, by this process's CPU time, or killed by the
+other side of the pipe.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 MEMORY = 2 << 30  # bytes of address space for what checks single answers
-GRACE = 5.0  # seconds of CPU time past the limit after which the kernel ends this process
+GRACE = 0.5  # seconds past the limit for the alarm to be heard, before this process is ended
 
 
 class OutOfTime(BaseException):
@@ -44,7 +45,7 @@ def main() -> None:
     sys.set_int_max_str_digits(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which closes its workers
     signal.signal(signal.SIGALRM, _out_of_time)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, _out_of_time)
     _sacrifice()
     try:
         grade = {"math": _math, "reasoning_gym": _task}.get(kind, lambda: _function(kind))()
@@ -54,7 +55,8 @@ def main() -> None:
     _write(replies, {"ready": True})
     for line in requests:
         request = json.loads(line)
-        _write(replies, _limited(grade, request, request.pop("seconds")))
+        on_cpu = "cpu_seconds" in request
+        _write(replies, _limited(grade, request, request.pop("cpu_seconds" if on_cpu else "seconds"), on_cpu))
 
 
 def _math() -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -114,22 +116,26 @@ def _function(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return grade
 
 
-def _limited(grade: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any], seconds: float) -> Any:
+def _limited(
+    grade: Callable[[dict[str, Any]], dict[str, Any]], request: dict[str, Any], seconds: float, on_cpu: bool
+) -> Any:
     """The reply to one request; the alarm repeats, since a bare `except` may swallow the first."""
-    signal.setitimer(signal.ITIMER_PROF, seconds + GRACE)
+    clock = signal.ITIMER_PROF if on_cpu else signal.ITIMER_REAL
+    # Nothing handles this one, so it ends the process. A function may use all cores at once.
+    signal.setitimer(signal.ITIMER_VIRTUAL, (seconds + GRACE) * (1 if on_cpu else os.cpu_count() or 1))
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, 0.2)
+        signal.setitimer(clock, seconds, 0.2)
         try:
             return grade(request)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.setitimer(clock, 0.0)
     except OutOfTime:
         return {"late": True}
     except (Exception, SystemExit) as error:
         return {"error": _last_line(error)}
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.setitimer(clock, 0.0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
 
 
 def _out_of_time(signum: int, frame: Any) -> None:

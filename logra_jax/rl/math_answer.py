@@ -12,12 +12,12 @@ from math_verify.grader import should_treat_as_complex
 
 from logra_jax.rl.math_equal import OPEN_ENDED, PERCENT, TooLarge, bound, equal
 from logra_jax.rl.math_text import MAX_BOX, clean, last_box, squash
+from logra_jax.rl.math_units import without_units
 
 MAX_DEPTH = 20  # of its brackets
 
-_WITH_UNITS = NormalizationConfig(units=True, malformed_operators=True, nits=True, boxed="none")
-_WITHOUT_UNITS = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
-
+# The parser's own removal of units takes all from the first \text on, and a last variable that is named like one.
+_FORM = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 
 _PLAIN = re.compile(r"(-?)(?:\\[dtc]?frac\{(\d+)\}\{(\d+)\}|((?!0\d)\d+(?:\.\d+)?))", re.ASCII)
 _BASES = re.compile(r"\d_\{?(\d+)", re.ASCII), re.compile(r"\d_\{\\text\{(\w+)\}\}", re.ASCII)  # of numbers, as 21_3
@@ -139,6 +139,7 @@ def _same_ratio(want: sympy.Basic, got: sympy.Basic) -> bool:
 @functools.lru_cache(maxsize=4096)  # a group shares its gold answer and often its wrong ones
 def _parse(text: str) -> Any:
     """A sympy object for the WHOLE text, or None. Nothing is looked for inside a text that does not parse."""
+    text = without_units(text)
     if (plain := _PLAIN.fullmatch(text)) is not None:  # most answers, without the parser's ten milliseconds
         sign, top, bottom, number = plain.groups()
         if number is None and not int(bottom):
@@ -156,12 +157,10 @@ def _parse(text: str) -> Any:
         return None  # numbers side by side: the parser would add or multiply them
     if re.search(r"\\sqrt\s*\[[^\]]*[\^!]", text):
         return None  # root indices are evaluated while parsing, however large
-    for config in (_WITH_UNITS, _WITHOUT_UNITS):
-        try:
-            normal = normalize_latex(text, config)
-            parsed = latex2sympy(normal, is_real=not should_treat_as_complex(normal), normalization_config=None)
-        except Exception:  # the parser signals bad LaTeX by bare Exceptions
-            continue
-        if isinstance(parsed, sympy.Basic | sympy.MatrixBase) and not parsed.has(sympy.nan, sympy.zoo):
-            return parsed
-    return None
+    try:
+        normal = normalize_latex(text, _FORM)
+        parsed = latex2sympy(normal, is_real=not should_treat_as_complex(normal), normalization_config=None)
+    except Exception:  # the parser signals bad LaTeX by bare Exceptions
+        return None
+    usable = isinstance(parsed, sympy.Basic | sympy.MatrixBase) and not parsed.has(sympy.nan, sympy.zoo)
+    return parsed if usable else None

@@ -96,6 +96,8 @@ def equal(gold: Any, got: Any) -> bool:
         )
     if isinstance(gold, sympy.FiniteSet) or isinstance(got, sympy.FiniteSet):
         return _equal_sets(gold, got)
+    if isinstance(gold, sympy.And) and isinstance(got, sympy.And):
+        return _equal_sets(sympy.FiniteSet(*gold.args), sympy.FiniteSet(*got.args))
     if isinstance(gold, Tuple) and isinstance(got, Tuple):
         return len(gold) == len(got) and all(equal(a, b) for a, b in zip(gold, got, strict=True))
     if isinstance(gold, sympy.Interval) and isinstance(got, sympy.Interval):
@@ -119,10 +121,15 @@ def _verify(gold: Any, got: Any) -> bool:
 def _unwrap(gold: Any, got: Any) -> tuple[Any, Any]:
     """`x = 5` answers 5, and 5 answers `x = 5`."""
     if is_equation(got) and not is_equation(gold):
-        return gold, take_last_relation(got).rhs
+        return gold, _value(take_last_relation(got))
     if is_assignment_relation(gold) and not is_equation(got):
-        return take_last_relation(gold).rhs, got
+        return _value(take_last_relation(gold)), got
     return gold, got
+
+
+def _value(relation: Any) -> Any:
+    """What x is in `x = 5`, or in `5 = x`."""
+    return relation.lhs if isinstance(relation.rhs, Symbol) and relation.lhs.is_number else relation.rhs
 
 
 def _is_word(expr: Any) -> bool:

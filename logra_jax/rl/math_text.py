@@ -4,6 +4,7 @@ Free of sympy.
 """
 
 import re
+import unicodedata
 
 MAX_BOX = 600  # characters of an answer that are parsed: some 0.5 s at worst
 MAX_VOTE = 200  # of one that is rewritten outside of a worker that could be killed: some milliseconds at worst
@@ -14,17 +15,34 @@ def _improper(match: re.Match[str]) -> str:
     return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}"
 
 
-# Other spellings of what the parser knows: thousands set apart by spaces, the mixed number 3 1/2, upright constants, a
-# second name of the empty set, the degree character, functions of degrees (a unit elsewhere), letters behind \\.
+def _scaled(match: re.Match[str]) -> str:
+    number, scale, unit = match.groups()
+    return rf"{number}\cdot 10^{{{3 * _SCALES.index(scale) + 3}}}" + (rf"\text{{{unit}}}" if unit else "")
+
+
+# Other spellings of what the parser knows: spaces, minus signs, money, colours and fonts, thousands set apart by spaces
+# or said in words, the mixed number 3 1/2, fractions of one character, upright constants, second names, the degree
+# character and its scales of temperature, functions of degrees (a unit elsewhere), letters behind \\.
 _DEGREE = r"(?:\{\s*\\circ\s*\}|\\circ)"
+_SCALES = ["thousand", "million", "billion", "trillion"]
 _SPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (r"(?<![\d.,])\d{1,3}(?:(?: |~|\\ )\d{3})+(?![\d.,])", lambda match: re.sub(r"\D", "", match[0])),
+        (r"~|(?<!\\)\\\s", " "),
+        ("[−–]", "-"),
+        (r"[£€¥]|\\(?:pounds|euro|textdollar)(?![A-Za-z])", ""),
+        (r"\\(?:text)?color\s*\{\w*\}|\\(?:bf|rm|it)(?![A-Za-z])", ""),
+        (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,])", lambda match: match[0].replace(" ", "")),
+        (rf"(\d)\s*(?:\\text\s*\{{)?\s*({'|'.join(_SCALES)})\b(?:([^{{}}]*)\}})?", _scaled),
+        (r"(?:\\text\s*\{\s*)?\bpercent\b(?:\s*\})?", r"\\%"),
+        ("[¼-¾⅐-⅞]", lambda match: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("⁄"))),
+        (r"\\[dtc]?frac\s*(\d)\s+(\d)(?!\d)", r"\\frac{\1}{\2}"),
         (r"(?<![\d.,}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", _improper),
-        (r"\\mathrm\s*\{\s*([ei])\s*\}", r"\1"),
+        (r"\\(?:mathrm|text(?:rm|it)?)\s*\{\s*([ei])\s*\}", r"\1"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         ("°", r"^\\circ"),
+        (rf"(\^\s*{_DEGREE})\s*[CF]\b", r"\1"),
         (rf"(\\(?:sin|cos|tan|cot|sec|csc)\s*\(?)\s*(\d+(?:\.\d+)?)\s*\^\s*{_DEGREE}", r"\1(\2\\pi/180)"),
         (r"\\\\(?=[A-Za-z])", r"\\\\ "),
     )
@@ -60,21 +78,21 @@ def last_box(text: str) -> str | None:
 
 def clean(text: str) -> str:
     """Plain rewriting that changes no meaning and that the LaTeX parser needs."""
-    text = re.sub(r"\\boxed\s*(?=\{)", "", text).strip().strip("$")
+    text = re.sub(r"\\boxed\s*(?=\{)|\\\$", "", text).strip().strip("$")
     text = re.sub(r"^(?:\\[,;:! ]|\s)+|(?:\\[,;:! ]|\s)+$", "", text)
     text = re.sub(r"[.,;\s]*(?:\\\\)?[.,;\s]*$|(?<=\w)[.,;]\s*(?=\}$)", "", text)  # the end of a sentence or line
     text = re.sub(r"^\s*(?:\\approx|\\simeq|=)\s*", "", text)
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(plain, text)
-    number = r"[-+−]?[\d.,/]*\d\s*(?:\\?%)?"
+    number = r"[-+]?[\d.,/]*\d\s*(?:\\?%)?"
     text = re.sub(rf"\\text\s*\{{\s*({number})\s+([A-Za-z][A-Za-z ]*)\}}", r"\1\\text{ \2}", text)  # 5 apples
     text = re.sub(rf"\\(?:text|math)(?:rm|bf|it|sf|tt|normal)?\s*\{{\s*({number})\s*\}}", r"\1", text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
-    return re.sub(r"(\d*)\.(\d*)\\overline\{(\d+)\}", _repeating, text)
+    return re.sub(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))", _repeating, text).strip()
 
 
 def _repeating(match: re.Match[str]) -> str:
-    whole, start, period = match.groups()
+    whole, start, period = match[1], match[2], match[3] or match[4]
     bottom = (10 ** len(period) - 1) * 10 ** len(start)
     top = int(whole + start + period) - int((whole + start) or "0")
     return rf"\frac{{{top}}}{{{bottom}}}"

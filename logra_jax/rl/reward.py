@@ -110,7 +110,8 @@ def make_reward(
     "module:function": function(prompts, completions, columns) -> N numbers, importable from the current
         directory, called once per batch in a worker process; row by row where that call raises or hangs.
 
-    timeout_s: seconds, per answer for "math" and "reasoning_gym", per call for a function. workers: processes, >= 1.
+    timeout_s: seconds of CPU time per answer for "math" and "reasoning_gym", of a clock per call for a function.
+    workers: processes, >= 1.
     Raises UserError for an unknown kind and for a function that cannot be imported or called.
     """
     if not timeout_s > 0 or workers < 1:

@@ -18,6 +18,8 @@ from logra_jax.errors import UserError
 START_SECONDS = 120.0  # for a worker to import what it needs
 MAX_STILLBORN = 3  # workers killed one after the other before they could work
 KILL_AFTER = 0.5  # seconds past the worker's own alarm
+ON_CPU_TIME = ("math", "reasoning_gym")  # kinds that compute and never wait: their limit is in CPU time
+BUSY = 10  # seconds of a clock in which a worker of these must have got one of CPU time
 HURRY = 0.1  # of the time limit, for the rest of a batch of which much was late
 
 
@@ -25,6 +27,7 @@ class Worker:
     """One process and what it is busy with: `task` is the number of its request, None when it has none."""
 
     def __init__(self, kind: str):
+        self._on_cpu = kind in ON_CPU_TIME
         # A fresh interpreter, not a fork: the trainer runs the threads of JAX, whose locks a fork would copy.
         # Its own session keeps Ctrl-C away from it and lets a kill reach whatever it has started itself.
         root = str(Path(__file__).parents[2])
@@ -45,8 +48,9 @@ class Worker:
         self._received = b""
 
     def send(self, task: int, request: dict[str, Any], seconds: float) -> None:
-        self.task, self.deadline = task, time.monotonic() + seconds + KILL_AFTER
-        message = json.dumps({**request, "seconds": seconds}, default=str).encode() + b"\n"
+        self.task, self.deadline = task, time.monotonic() + seconds * (BUSY if self._on_cpu else 1) + KILL_AFTER
+        limit = {"cpu_seconds" if self._on_cpu else "seconds": seconds}
+        message = json.dumps({**request, **limit}, default=str).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):  # it died; the end of its output says so
             self.input.write(message)
             self.input.flush()
@@ -79,7 +83,7 @@ class Worker:
 
 
 class Pool:
-    """Up to `size` workers of one kind, for requests of at most `timeout_s` seconds each."""
+    """Up to `size` workers of one kind, for requests of at most `timeout_s` seconds (of CPU time: ON_CPU_TIME) each."""
 
     def __init__(self, kind: str, size: int, timeout_s: float):
         self._kind, self.size, self.timeout_s = kind, size, timeout_s
@@ -176,6 +180,8 @@ class Pool:
         task, worker.task = worker.task, None
         if "ended" in reply:
             self._drop(worker)
+            if worker.process.returncode == -signal.SIGVTALRM:  # by its own limit
+                return True  # its reply stays {"late": True}
             # The request may be innocent of the first death (the system was out of memory, say).
             if task is not None and task not in once:
                 once.add(task)

@@ -86,6 +86,15 @@ def test_changed_weights_come_back_under_the_source_names(load_checkpoint, tmp_p
     assert json_of(tmp_path / "out") == json_of(known.folder)
 
 
+def test_files_of_processors_go_along(writable, tmp_path):
+    place = writable(SHARDED)
+    names = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+    for name in names:
+        (place / name).write_text(f'{{"of": "{name}"}}')
+    save_hf(*load_hf(place), tmp_path / "out")
+    assert [(tmp_path / "out" / name).read_text() for name in names] == [f'{{"of": "{name}"}}' for name in names]
+
+
 def test_a_head_stored_beside_the_tied_flag_is_left_out(writable, tmp_path):
     """Its shard, made to hold nothing else, goes with it, and the index says so."""
     place = writable(SHARDED)

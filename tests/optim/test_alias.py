@@ -64,7 +64,7 @@ def test_equals_the_chain_written_out(toy, by) -> None:
     if by == "ratio":
         alias = logra(spec, update_ratio=1e-2, kl_budget=1e-3, weight_decay=1e-3)
         links = [scale_by_row_adam(preserve_norm=True), scale_by_update_ratio(1e-2, spec)]
-        last = lift(spec, weight_decay=1e-3)
+        last = lift(spec, weight_decay=1e-3, learning_rate=1e-2)
     else:
         rate = optax.linear_schedule(1e-3, 1e-2, 2)
         alias = logra(spec, learning_rate=rate, kl_budget=1e-3, weight_decay=1e-1, b1=0.5)
@@ -92,7 +92,7 @@ def test_dense_leaves_have_their_own_optimizer_and_share_alpha(toy) -> None:
     alpha = kl_link(state).alpha
     assert 0 < float(alpha) < 1
     np.testing.assert_allclose(updates["layers"]["up"]["bias"], alpha * own, rtol=1e-6)
-    assert float(updates["head"]["kernel"].decay) == 0.5
+    assert float(updates["head"]["kernel"].decay) == np.float32(0.5 * 1e-2)
 
 
 def test_without_kl_link(toy) -> None:

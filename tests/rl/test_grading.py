@@ -3,6 +3,7 @@ r"""Which answers are right. Graded by real workers, whole table at once, as the
 import importlib.util
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -317,15 +318,16 @@ def test_memory_of_the_checker_is_limited():
     assert "MemoryError" in out.stderr
 
 
-def test_orphaned_worker_ends_its_own_endless_loop():
-    # No parent to kill it, and an alarm that graded code has switched off: the CPU timer is left.
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_worker_ends_its_own_endless_loop(on_cpu):
+    # No parent to kill it, and alarms that graded code has switched off: the timer of its CPU time is left.
     code = (
-        "import signal; from logra_jax.rl import grading; grading.GRACE = 0.3\n"
-        "signal.signal(signal.SIGPROF, signal.SIG_DFL)\n"
+        "import os, signal; from logra_jax.rl import grading; os.cpu_count = lambda: 2\n"
         "def spin(request):\n"
         "    signal.setitimer(signal.ITIMER_REAL, 0)\n"
+        "    signal.setitimer(signal.ITIMER_PROF, 0)\n"
         "    while True: pass\n"
-        "grading._limited(spin, {}, 0.2)"
+        f"grading._limited(spin, {{}}, 0.2, {on_cpu})"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=30)
-    assert out.returncode == -27  # SIGPROF
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60)
+    assert out.returncode == -signal.SIGVTALRM

@@ -278,6 +278,28 @@ def test_a_worker_that_vanished_costs_nobody_a_reward(maths):
     assert rewards.tolist() == [1.0, 1.0, 1.0, 0.0]
 
 
+def test_a_worker_that_gets_no_core_is_not_late():
+    pool = Pool("math", 1, 1.0)
+    pool.wait_ready()
+    number = pool._workers[0].process.pid
+    os.kill(number, signal.SIGSTOP)
+    go_on = threading.Timer(1.8, os.kill, (number, signal.SIGCONT))  # past the limit and what may be added to it
+    go_on.start()
+    replies = pool.run([{"gold": "2", "completion": r"\boxed{2}"}])
+    go_on.join()
+    pool.close()
+    assert replies == [{"score": 1.0}]
+
+
+def test_an_answer_that_its_worker_ended_itself_over_is_late_and_not_tried_again():
+    pool = Pool("math", 1, 1.0)
+    pool.wait_ready()
+    os.kill(pool._workers[0].process.pid, signal.SIGVTALRM)
+    replies = pool.run([{"gold": "2", "completion": r"\boxed{2}"}] * 2)
+    pool.close()
+    assert replies == [{"late": True}, {"score": 1.0}]
+
+
 def test_a_worker_that_vanished_while_it_started_is_replaced(maths):
     pool = maths._pool
     for worker in list(pool._workers):
