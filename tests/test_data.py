@@ -23,6 +23,7 @@ DAPO_TAIL = '\n\nRemember to put your answer on its own line after "Answer:".'
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "GOLD_SECONDS", 100.0)  # no answer here needs long, however slow the machine is
     return tmp_path
 
 
