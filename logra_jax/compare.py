@@ -120,8 +120,10 @@ def spread(values: Sequence[float], runs: int) -> str:
     """Mean and sample standard deviation; how many of the runs have the figure, where not all do."""
     if not values:
         return ""
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{deviation}{f' (of {len(values)})' if len(values) < runs else ''}"
+    mean = statistics.fmean(values)
+    form = ".3g" if 0 < abs(mean) < 0.01 else ".3f"
+    deviation = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{mean:{form}}{deviation}{f' (of {len(values)})' if len(values) < runs else ''}"
 
 
 def doubts(groups: Mapping[str, Sequence[Finished]]) -> list[str]:

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -387,8 +388,7 @@ def describe(report: dict[str, Any]) -> str:
 
 def write(out: Path, sides: dict[str, list[dict[str, Any]]], report: dict[str, Any]) -> None:
     """Write all files of the folder, or none."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = out.with_name(f".{out.name}.{uuid.uuid4().hex}")
     try:
         partial.mkdir(parents=True)
         for name, rows in sides.items():

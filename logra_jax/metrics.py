@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from logra_jax.errors import UserError
+
 METRICS = "metrics.jsonl"
 # One panel each; a curve is drawn if some row has its key.
 PANELS: tuple[tuple[str, bool, tuple[str, ...]], ...] = (
@@ -199,9 +201,23 @@ def progress_line(step: int, steps: int, row: Mapping[str, float], left: float) 
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a last line that a kill cut off is left out."""
-    lines = Path(path).read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines[:-1] if line.strip()]
+    """The rows of a metrics file; a last line that a kill cut off is left out. Raises UserError for what is no row."""
+    rows = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or type(row.get("step")) is not int or not all(map(_is_plain, row.values())):
+            raise UserError(f"{path}: line {number} is no row of metrics (a step and numbers): take it out, or mend it")
+        rows.append(row)
+    return rows
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
 
 
 def drop_rows(path: str | Path, step: int) -> None:

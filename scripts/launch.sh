@@ -30,12 +30,13 @@ member() {
 
 set -m # a process group each: Ctrl-C reaches this script alone, and is passed on once
 groups=()
+# Before anything is started: a signal that ended this script alone would leave the others behind.
+trap 'kill -TERM -- "${groups[@]}" 2>/dev/null' TERM
+trap 'kill -INT -- "${groups[@]}" 2>/dev/null' INT
 for ((i = 0; i < count; i++)); do
   member "$i" "$@" &
   groups+=("-$!")
 done
-trap 'kill -TERM -- "${groups[@]}" 2>/dev/null' TERM
-trap 'kill -INT -- "${groups[@]}" 2>/dev/null' INT
 
 code=0
 left="$count" nobody=

@@ -85,6 +85,12 @@ def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("programs")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_shared_programs(program_cache: Path) -> None:
+    """Keeps commands off the user's cache: JAX may read there what another process has written half of, and warns."""
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(program_cache)  # JAX has been imported and takes no notice here
+
+
 @pytest.fixture
 def members() -> Iterator[Callable[..., list[subprocess.Popen]]]:
     """See `members.starting`."""

@@ -1,11 +1,12 @@
 """Processes that are one run, one CPU device each, and what must not depend on their number."""
 
+import itertools
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,23 @@ import numpy as np
 from logra_jax.checkpoint import read_arrays
 from logra_jax.metrics import read_rows
 
+HANGS = 900.0  # seconds after which a process is taken for one that hangs; no machine is so slow
+
 
 def variables(address, count, number):
     found = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": number}
     return {name: value for name, value in found.items() if value is not None}
 
 
+PORTS = itertools.count(97 * os.getpid())  # where this process looks: others begin elsewhere
+
+
 def free_port():
-    with socket.create_server(("", 0)) as found:
-        return found.getsockname()[1]
+    """One below those that are given to whoever asks for any, as nobody else may take it before it is used."""
+    while True:
+        port = 20_000 + next(PORTS) % 10_000
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 @contextmanager
@@ -56,7 +65,7 @@ def starting() -> Iterator[Callable[..., list[subprocess.Popen]]]:
 
 def ended(processes):
     """Exit code, output and errors of each."""
-    said = [process.communicate(timeout=200) for process in processes]
+    said = [process.communicate(timeout=HANGS) for process in processes]
     return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from members import HANGS
 
 from logra_jax.checkpoint import Checkpoints, newest_good, read_arrays, steps
 from logra_jax.errors import UserError
@@ -236,7 +237,7 @@ big = jnp.arange(3_000_000)
 
 def run(folder: Path, program: str) -> subprocess.CompletedProcess:
     code = PROGRAM + textwrap.dedent(program)
-    return subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=HANGS)
 
 
 def test_killed_while_saving_leaves_the_previous_step(tmp_path, said):

@@ -23,6 +23,7 @@ DAPO_TAIL = '\n\nRemember to put your answer on its own line after "Answer:".'
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "GOLD_SECONDS", 100.0)  # no answer here needs long, however slow the machine is
     return tmp_path
 
 
@@ -53,8 +54,7 @@ def run(*argv):
 def refused(*argv):
     with pytest.raises(UserError) as caught:
         data.main([*argv, "--out", "out"])
-    assert not os.path.exists("out")
-    assert not os.path.exists(".out.partial")
+    assert [name for name in os.listdir() if name.startswith(("out", ".out"))] == []
     return str(caught.value)
 
 
@@ -122,6 +122,27 @@ def test_dapo_whose_rows_come_again_and_again():
     repeated = {entry["kept"]: entry["repeated"]["data/dapo.parquet"] for entry in part["rows_repeated"]}
     assert repeated["data/dapo.parquet: row 1"] == [4, *range(11, 305, 3)]
     assert part["kept"] + sum(part["dropped"].values()) == 304  # every row is accounted for
+
+
+def test_numbers_of_rows_are_no_ids():
+    """Files of other trainers count their rows in extra_info.index, each from 0."""
+    rows = [{"prompt": p, "reward_model": {"ground_truth": "1"}, "extra_info": {"index": 0}} for p in ("a", "b")]
+    lines("train.jsonl", rows[0])
+    lines("test.jsonl", rows[1])
+    train, held_out, _ = run("train.jsonl", "--test", "test.jsonl")
+    assert [row["id"] for row in (*train, *held_out)] == ["train.jsonl:1", "test.jsonl:1"]
+
+
+def test_numbers_are_written_as_people_write_them():
+    lines("n.jsonl", *[{"prompt": str(i), "answer": n} for i, n in enumerate((0.00005, 1e16, -1e-7, 0.5, 2.0, 12))])
+    answers = [row["answer"] for row in run("n.jsonl")[0]]
+    assert answers == ["0.00005", "10000000000000000", "-0.0000001", "0.5", "2.0", "12"]
+
+
+def test_raised_figures_and_fractions_make_another_question():
+    prompts = ["2² + 1?", "22 + 1?", "1½ - 1?", "11⁄2 - 1?", "caf\u00e9", "cafe\u0301", "\uff21", "A"]
+    lines("p.jsonl", *[{"prompt": prompt, "answer": str(i // 2 if i > 3 else i)} for i, prompt in enumerate(prompts)])
+    assert [row["prompt"] for row in run("p.jsonl")[0]] == [*prompts[:4], prompts[4], prompts[6]]
 
 
 def test_dapo_takes_the_first_column_that_says_an_answer():
@@ -337,6 +358,7 @@ def test_what_is_refused_before_anything_is_written(here):
     assert "give one of them" in refused("a.jsonl", "--held-out", "0.5", "--test", "a.jsonl")
     assert "between 0 and 1" in refused("a.jsonl", "--held-out", "1.5")
     assert "--seed is of --held-out" in refused("a.jsonl", "--seed", "1")
+    assert "which fit none" in refused("a.jsonl", "--id-column", "number")
     assert "--split chooses among the files of a folder" in refused("a.jsonl", "--split", "train")
     assert "--subset chooses" in refused("a.jsonl", "--subset", "main")
     assert "--test-split chooses" in refused("a.jsonl", "--test-split", "test")

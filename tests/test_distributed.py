@@ -110,7 +110,8 @@ def fail():
 
 def main():
     with StopFlag() as stop, Watchdog(0) as watchdog:
-        config = load_config(None, [f"processes.join_s={sys.argv[2]}", "processes.silent_s=10"])
+        silent = 10 if sys.argv[1] == "dies" else 100
+        config = load_config(None, [f"processes.join_s={sys.argv[2]}", f"processes.silent_s={silent}"])
         cli.begin(config, distributed.find(os.environ), stop, watchdog)
         print(f"process {distributed.number()}")
         print(json.dumps(everything()), file=sys.__stdout__, flush=True)
@@ -202,7 +203,7 @@ cli.run(main)
 
 def test_what_processes_say_to_each_other_and_how_they_end(members, tmp_path):
     Path(tmp_path / "member.py").write_text(MEMBER)
-    runs = {how: members(str(tmp_path / "member.py"), how, "100") for how in ("dies", "mistake", "fault", "stop")}
+    runs = {how: members(str(tmp_path / "member.py"), how, "600") for how in ("dies", "mistake", "fault", "stop")}
     late = members(str(tmp_path / "member.py"), "late", "2", count=1)
     (code, _, errors), *_ = ended(late)
     assert code == 2

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from logra_jax.errors import UserError
 from logra_jax.metrics import METRICS, MetricsWriter, draw_curves, progress_line, read_rows
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -46,6 +47,16 @@ def test_rows_are_valid_json_in_the_order_given(tmp_path):
         "count",
     ]
     assert (found["bad"], found["worse"], found["array"], found["count"]) == (None, None, 0.5, 3)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "\0", "[1]", "null", '{"reward/mean": 1}', '{"step": 0.5}', '{"step": 0, "a": "b"}', '{"step": 0, "a": NaN}'],
+)
+def test_what_is_no_row_is_named(tmp_path, line):
+    (tmp_path / METRICS).write_text(f'{{"step": 0, "a": null}}\n\n{line}\n{{"step": 2}}')
+    with pytest.raises(UserError, match=f"{METRICS}: line 3 is no row of metrics"):
+        read_rows(tmp_path / METRICS)
 
 
 def test_a_metric_is_one_number(tmp_path):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from interrupted import assert_same, result
+from members import HANGS
 
 import logra_jax.build
 import logra_jax.run
@@ -219,7 +220,7 @@ def test_processes_that_get_signals(command_settings, seen):
     training = start([*endless, "out=training"], "update 2/")
     training.terminate()
     for process, code in ((starting, 143), (training, 143), (killed, -9)):
-        output, errors = process.communicate(timeout=200)
+        output, errors = process.communicate(timeout=HANGS)
         assert process.returncode == code
         assert "Traceback" not in errors + output
     assert "stopped by SIGTERM: saved after 0 updates; go on with --resume" in starting.communicate()[1]

@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from logra_jax.errors import UserError
@@ -19,6 +20,7 @@ from logra_jax.rl.math_text import last_box
 # What DAPO-Math puts around a problem: it asks for "Answer: ..." where the maths grader looks for a box.
 _DAPO_HEAD = re.compile(r"\s*Solve the following math problem step by step\.[^\n]*\n\n")
 _DAPO_TAIL = re.compile(r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*\Z")
+_RAISED = re.compile("<(?:super|sub|fraction)>")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
 
@@ -60,7 +62,12 @@ def _answer(row: Mapping[str, Any], *names: str) -> str:
     found = next((value for name in names if (value := look_up(row, name)) not in (None, "")), None)
     if isinstance(found, bool | list | dict | None) or (isinstance(found, float) and not math.isfinite(found)):
         raise Unusable(f"no text or number in column {' or '.join(names)}")
-    return str(found)
+    return number_text(found) if isinstance(found, int | float) else str(found)
+
+
+def number_text(number: int | float) -> str:
+    """A number as people write it: the short form of Python, 5e-05, reads as 5 e - 5 in mathematics."""
+    return format(Decimal(repr(number)), "f")
 
 
 def _gsm8k(row: Mapping[str, Any]) -> Question:
@@ -80,7 +87,8 @@ def _dapo(row: Mapping[str, Any]) -> Question:
     if isinstance(prompt, str):
         prompt = _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", prompt, count=1)).strip()
     answer = _answer(row, "reward_model.ground_truth", "answer", "solution")
-    return Question(prompt, answer, _id(look_up(row, "extra_info.index")), {})
+    index = look_up(row, "extra_info.index")  # where it is a number, files count each for itself
+    return Question(prompt, answer, index if isinstance(index, str) else None, {})
 
 
 def _plain(columns: Columns) -> Callable[[Mapping[str, Any]], Question]:
@@ -110,14 +118,15 @@ def choose(
     """
     found = list(found)
     needs = {name: need for name, (need, _) in LAYOUTS.items()}
-    needs["plain"] = (columns.prompt.split(".")[0], columns.answer.split(".")[0])
+    named = (columns.prompt, columns.answer, *([] if columns.id is None else [columns.id]))
+    needs["plain"] = tuple(name if name in found else name.split(".")[0] for name in named)
     fitting = [name for name, need in needs.items() if all(set(part.split("|")) & set(found) for part in need)]
     if wanted in fitting or (wanted is None and fitting):
         name = wanted or (fitting[-1] if columns != Columns() else fitting[0])
         return name, _plain(columns) if name == "plain" else LAYOUTS[name][1]
     missing = f"is not of the layout {wanted} ({', '.join(needs[wanted])})" if wanted else "is of no known layout"
     fits = f"that of {' and '.join(fitting)}: leave --layout out" if fitting else (
-        "none that is known: name its columns by --prompt-column and --answer-column"
+        "none that is known: name its columns by --prompt-column, --answer-column and --id-column"
     )  # fmt: skip
     raise UserError(f"{place}: {missing}. It has the columns {', '.join(found) or 'none'}, which fit {fits}")
 
@@ -152,7 +161,12 @@ def normal(prompt: Any) -> str:
     """A prompt's text without what makes no other question of it: case, spacing, dollars, sizes, closing points."""
     if isinstance(prompt, list):
         prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
-    text = unicodedata.normalize("NFKC", str(prompt)).casefold()
+    # Compatible characters are one, but for 2² and 22, and 1½ and 11/2.
+    composed = unicodedata.normalize("NFC", str(prompt))
+    text = "".join(
+        c if _RAISED.match(unicodedata.decomposition(c)) else unicodedata.normalize("NFKC", c) for c in composed
+    )
+    text = text.casefold()
     text = re.sub(r"\\(?:(?:left|right|displaystyle|textstyle)(?![a-z])|[,;:!])|\$", "", text)
     text = re.sub(r"(?:\\q?quad(?![a-z])|\\ |~|\s)+", " ", text)
     text = re.sub(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![.,]?\d)", lambda number: number[0].replace(" ", ""), text)

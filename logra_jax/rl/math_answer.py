@@ -43,32 +43,37 @@ def score(gold: str, completion: str) -> float:
         return 0.0
     if max(len(answer), len(target)) > MAX_BOX:
         return float(answer.strip() == target.strip())
-    target, answer = clean(target), clean(answer)
+    return float(_same(clean(target), clean(answer)))
+
+
+@functools.lru_cache(maxsize=4096)  # answers to one prompt are often the same
+def _same(target: str, answer: str) -> bool:
+    """Whether two cleaned answers mean the same. Raises BadGold."""
     if not answer:
-        return 0.0
+        return False
     if squash(answer) == squash(target):
-        return 1.0
+        return True
     if _depth(answer) > MAX_DEPTH:
-        return 0.0
+        return False
     for way in _BASES:  # below, what follows a number's _ is left out
         if len({tuple(bases) for text in (answer, target) if (bases := way.findall(text))}) > 1:
-            return 0.0
+            return False
     is_ratio = ":" in answer and ":" in target
     want = _ratio(target) if is_ratio else _parse(target)
     if want is None:
-        return 0.0
+        return False
     _bound_gold(want)
     got = _ratio(answer, times=not isinstance(want, sympy.Tuple)) if is_ratio else _parse(answer)
     if got is None:
-        return 0.0
+        return False
     try:
         bound(got)
         if is_ratio:
-            return float(_same_ratio(want, got))
+            return _same_ratio(want, got)
         # To evaluate them was the question, and may take for ever.
         if got.has(*OPEN_ENDED) and not want.has(*OPEN_ENDED):
-            return 0.0
-        return float(equal(want, got))
+            return False
+        return equal(want, got)
     except (
         TooLarge,
         RecursionError,
@@ -78,7 +83,7 @@ def score(gold: str, completion: str) -> float:
         AttributeError,
         NotImplementedError,
     ):
-        return 0.0  # sympy raises any of these on expressions that it cannot handle: not shown to be equal
+        return False  # sympy raises any of these on expressions that it cannot handle: not shown to be equal
 
 
 def check_gold(gold: str) -> None:

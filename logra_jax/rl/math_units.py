@@ -1,4 +1,4 @@
-r"""What an answer counts or is measured in, and may leave out: \text{ cm}^2, \mathrm{m/s}, apples, km.."""
+r"""What an answer counts or is measured in, and may leave out: \text{ cm}^2, \mathrm{m/s}, apples, km."""
 
 import re
 

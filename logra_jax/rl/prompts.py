@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from logra_jax.errors import UserError
+from logra_jax.rl.layouts import number_text
 from logra_jax.rl.tasks import is_mixture, make_rows
 
 WIDTH_MULTIPLE = 8
@@ -236,7 +237,7 @@ def _answer(place: str, column: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         kind = "null" if value is None else f"a {type(value).__name__}"
         raise UserError(f"{place}: column {column!r} is {kind}; a text or a finite number is needed")
-    return str(value)
+    return number_text(value)
 
 
 def _encode_plain(

@@ -34,6 +34,7 @@ from logra_jax.errors import UserError
 SUFFIXES = (".yaml", ".yml")
 TASK, ENTRY = "task", "entry"  # columns of the rows besides prompt and answer
 HELD_OUT_SEEDS = 2**30  # a task's question i comes from its seed + i: held-out ones start so much later
+MOST = 1e9  # weight of a task
 TRIES = 20  # draws per question wanted, before a task is found to have too few different ones
 INSTALL = "pip install 'logra-jax[tasks]' (or reasoning-gym)"
 PARTS = ("held_out", "train")
@@ -96,7 +97,7 @@ def read_mixture(path: str | Path) -> Mixture:
     tasks = _section(found.get("tasks"), f"{path}: tasks", None)
     if not tasks:
         raise UserError(f"{path}: tasks is empty: name at least one task")
-    mixture = Mixture(**numbers, tasks=tuple(_task(path, str(name), given) for name, given in tasks.items()))
+    mixture = Mixture(**numbers, tasks=tuple(_task(path, name, given) for name, given in tasks.items()))
     for part in PARTS:
         total = numbers[part]
         for task, count in zip(mixture.tasks, mixture.counts(total), strict=True):
@@ -105,24 +106,29 @@ def read_mixture(path: str | Path) -> Mixture:
     return mixture
 
 
-def _twice(node: yaml.Node | None) -> str | None:
+def _twice(node: yaml.Node | None, above: tuple[yaml.Node, ...] = ()) -> str | None:
     """The first key that its mapping, or one in it, has twice: YAML would silently take the last."""
     seen: set[str] = set()
-    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+    for name, value in node.value if isinstance(node, yaml.MappingNode) and node not in above else ():
         if name.value in seen:
             return str(name.value)
         seen.add(name.value)
-        if (inner := _twice(value)) is not None:
+        if (inner := _twice(value, (*above, node))) is not None:
             return inner
     return None
 
 
-def _task(path: str | Path, name: str, given: Any) -> Task:
+def _task(path: str | Path, name: Any, given: Any) -> Task:
     place = f"{path}: tasks: {name}"
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{place}: the name of a task is a text, found {name!r}: put it in quotes")
     given = _section({} if given is None else given, place, {"task", "weight", "difficulty"})
     weight, task = given.get("weight", 1), given.get("task", name)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise UserError(f"{place}: weight must be a number above 0, found {weight!r}; leave the task out instead of 0")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= MOST:
+        raise UserError(
+            f"{place}: weight must be a number above 0, found {str(weight)[:20]}; {MOST:g} is the most, and instead of "
+            "0 leave the task out"
+        )
     if not isinstance(task, str):
         raise UserError(f"{place}: task must be the name of a task, found {task!r}")
     return Task(name, task, float(weight), _section(given.get("difficulty", {}), f"{place}: difficulty", None))

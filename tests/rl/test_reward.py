@@ -280,7 +280,7 @@ def test_a_worker_that_vanished_costs_nobody_a_reward(maths):
 
 def test_a_worker_that_gets_no_core_is_not_late():
     pool = WorkerPool("math", 1, 1.0)
-    pool.wait_ready()
+    pool.run([{"gold": "3", "completion": r"\boxed{3}"}])  # the first one takes ten times as long
     number = pool._workers[0].process.pid
     os.kill(number, signal.SIGSTOP)
     go_on = threading.Timer(1.8, os.kill, (number, signal.SIGCONT))  # past the limit and what may be added to it
@@ -292,7 +292,7 @@ def test_a_worker_that_gets_no_core_is_not_late():
 
 
 def test_an_answer_that_its_worker_ended_itself_over_is_late_and_not_tried_again():
-    pool = WorkerPool("math", 1, 1.0)
+    pool = WorkerPool("math", 1, 60.0)
     pool.wait_ready()
     os.kill(pool._workers[0].process.pid, signal.SIGVTALRM)
     replies = pool.run([{"gold": "2", "completion": r"\boxed{2}"}] * 2)
