@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     distributed.agree(unseen(config))
                     code, message = train(run, out, stop, resume=command.resume)
                 except OSError as error:  # a full disk, above all
-                    raise UserError(f"out={out} cannot be written: {error}") from error
+                    what = error.filename or f"out={out}"
+                    raise UserError(f"{what} cannot be read or written: {error.strerror or error}") from error
             except RuntimeError as error:
                 if not ran_out(error):
                     raise
@@ -191,7 +192,8 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
         closing(Checkpoints(out / "checkpoints", settings.keep, settings.keep_best, settings.async_)) as checkpoints,
     ):
         found = None
-        if resume and steps(out / "checkpoints"):
+        # Of what the first process sees: another one's view of a network disk may be older.
+        if resume and distributed.on_first(lambda: len(steps(out / "checkpoints"))):
             found = checkpoints.restore(run.abstract_checkpoint())
         if found is None:
             state, progress = run.initial_state(), Progress()
