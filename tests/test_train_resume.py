@@ -79,6 +79,19 @@ def test_stopped_at_every_point(variant, command_settings, seen, another_sampler
     assert_same(result("out", seen.trainer.progress), wanted)
 
 
+def test_the_score_of_a_step_that_was_saved_before_its_evaluation(command_settings, seen):
+    argv = [*command_settings, *VARIANTS["logra"].split()]
+    assert train.main([*argv, "out=whole"]) == 0
+    seen.stop_at = next(i for i, point in enumerate(seen.passed, 1) if point == (2, True))
+    assert train.main(argv) == 143
+    assert read_note(Path("out/checkpoints/2"))["score"] is None
+    seen.stop_at = None
+    assert train.main([*argv, "--resume"]) == 0
+    (wanted,) = (row["eval/accuracy"] for row in read_rows("out/metrics.jsonl") if row.get("eval/updates") == 2)
+    note = read_note(Path("out/checkpoints/2"))
+    assert (note["score"], note["meta"]["pending"]) == (wanted, None)
+
+
 def test_more_steps_than_before(command_settings, seen, capsys):
     argv = [*command_settings, *VARIANTS["logra"].split(), "eval.every=1"]
     assert train.main([*argv, "out=whole", "steps=3"]) == 0
