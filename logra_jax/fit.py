@@ -66,12 +66,13 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def out_of_memory(config: Config, error: BaseException) -> UserError:
-    """What to tell a user whose run ran out of memory."""
+def out_of_memory(config: Config, error: BaseException, *, trains: bool = True) -> UserError:
+    """What to tell a user whose run, or evaluation, ran out of memory."""
     count = config.mesh.fsdp * config.mesh.tensor or jax.device_count()
     said = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
-    return UserError(
-        f"a device ran out of memory: {said}. "
-        f"What helps: {remedies(config.optimizer.name, None, config, count)}. Saved checkpoints are intact: "
-        "go on from the newest with --resume"
-    )
+    if trains:
+        helps = remedies(config.optimizer.name, None, config, count)
+        helps += ". Saved checkpoints are intact: go on from the newest with --resume"
+    else:
+        helps = remedies("logra", "rollout", config, count)  # no optimizer that could be another one
+    return UserError(f"a device ran out of memory: {said}. What helps: {helps}")
