@@ -39,9 +39,10 @@ def check(config: Config, shape: ModelConfig, vocab_size: int, prompt_width: int
         return None
     if not distributed.alone():  # one decision for all
         limit = -distributed.largest(-(limit // 2**20)) * 2**20
-    config = replace(config, data=replace(config.data, max_prompt_length=prompt_width))
     name, count = config.optimizer.name, len(devices)
-    found = footprint.measure(config, shape, vocab_size, devices, room=limit)
+    # What is advised below has to keep to the rules of the settings, and those know the configured length alone.
+    as_read = replace(config, data=replace(config.data, max_prompt_length=prompt_width))
+    found = footprint.measure(as_read, shape, vocab_size, devices, room=limit)
     plan = Plan(found, limit / GIB, reserve=0.0)
     here = f"each of {count} x {devices[0].device_kind} has {plan.card:.2f} GiB for this run"
     refused = None
