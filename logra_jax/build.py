@@ -64,7 +64,8 @@ def read_model_config(config: Config) -> ModelConfig:
 def choose_attention(config: Config, shape: ModelConfig, device: Any) -> str:
     """How training passes attend on such a device, "cudnn" or "blocked". UserError if cuDNN is asked for in vain.
 
-    device: one of this process, or the description of one.
+    device: one of this process, or the description of one. Several processes, which call this together, attend in one
+    way: what cannot be compiled for one of them is for none.
     """
     wanted = config.model.attention
     if wanted == "blocked" or config.model.compute_dtype != "bfloat16":
@@ -72,9 +73,11 @@ def choose_attention(config: Config, shape: ModelConfig, device: Any) -> str:
     if config.loss.token_budget:  # several answers in a row, which cuDNN would let see each other
         return "blocked"
     reason = why_not_cudnn(shape, device)
+    refused = None
     if reason is not None and wanted == "cudnn":
-        raise UserError(f"model.attention=cudnn: {reason}; set model.attention=auto or blocked")
-    return "blocked" if reason is not None else "cudnn"
+        refused = UserError(f"model.attention=cudnn: {reason}; set model.attention=auto or blocked")
+    distributed.agree(refused)
+    return "blocked" if distributed.largest(reason is not None) else "cudnn"
 
 
 def check_split(config: Config, fsdp: int) -> None:

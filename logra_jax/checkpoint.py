@@ -94,17 +94,20 @@ class Checkpoints:
         """Copy `state` off the devices, then write it, in the background if asked; its buffers are free.
 
         host: arrays of any number and shape, the same in all processes, which the template of `restore` does not name.
-        A step that is already there is left as it is. Raises UserError if this or the previous step cannot be
-        written; earlier steps are untouched then.
+        A step that is already there is left as it is, but for its score and meta if it had no score: a run that was
+        stopped in an evaluation does that one first when it is resumed. Raises UserError if this or the previous step
+        cannot be written; earlier steps are untouched then.
         """
         self.wait()
-        partial = self._folder / f"{step}{PARTIAL}"
+        partial, there = self._folder / f"{step}{PARTIAL}", self._folder / str(step)
         note = {"step": step, "score": score, "meta": meta}
 
         def begin() -> bool:
-            if (self._folder / str(step)).exists():
-                return False
             try:
+                if there.exists():
+                    if score is not None and read_note(there)["score"] is None:
+                        _rewrite_note(there, note)
+                    return False
                 partial.mkdir()
                 (partial / META).write_text(json.dumps(note, indent=1), encoding="utf-8")
                 if host:
@@ -310,6 +313,22 @@ def read_note(folder: Path) -> dict[str, Any]:
     return json.loads((folder / META).read_text(encoding="utf-8"))
 
 
+def _rewrite_note(folder: Path, note: dict[str, Any]) -> None:
+    """Replace a step's note. A kill on the way leaves the old one or the new one, at worst without its checksum."""
+    noted = json.loads((folder / SUMS).read_text(encoding="utf-8"))
+    noted.pop(META, None)
+    _replace(folder / SUMS, noted)
+    _replace(folder / META, note)
+    _replace(folder / SUMS, noted | {META: _sum(folder / META)})
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    fresh = path.with_suffix(".tmp")
+    _write_json(fresh, content)
+    fresh.replace(path)
+    _sync(path.parent)
+
+
 def _score(folder: Path) -> float:
     """A step's score for comparison: lower than any other where it has none, or where damage hides it."""
     try:
@@ -322,15 +341,19 @@ def _score(folder: Path) -> float:
 def _write_sums(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor() as pool:
-        sums = dict(zip(files, pool.map(_sha256, files), strict=True))
-    noted = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in sums.items()
-    }
-    with open(folder / SUMS, "w", encoding="utf-8") as file:
-        json.dump(noted, file, indent=1)
+        noted = dict(zip((path.relative_to(folder).as_posix() for path in files), pool.map(_sum, files), strict=True))
+    _write_json(folder / SUMS, noted)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sum(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

@@ -194,18 +194,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if asked.out:
-        try:
-            asked.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out {asked.out} cannot be made: {error}") from error
         foot = "".join(f"\n- {note}" for note in notes)
-        (asked.out / "compare.md").write_text(f"{text}\n{foot}\n" if notes else f"{text}\n", encoding="utf-8")
         numbers = {
             name: {"runs": [str(run.folder) for run in groups[name]], "figures": figures}
             for name, figures in found.items()
         }
-        (asked.out / "compare.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-        draw(groups, asked.out / "compare.png")
+        try:
+            asked.out.mkdir(parents=True, exist_ok=True)
+            (asked.out / "compare.md").write_text(f"{text}\n{foot}\n" if notes else f"{text}\n", encoding="utf-8")
+            (asked.out / "compare.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+            draw(groups, asked.out / "compare.png")
+        except OSError as error:  # a full disk, say
+            raise UserError(f"--out {asked.out} cannot be written: {error}") from error
     return 0
 
 

@@ -24,8 +24,13 @@ from logra_jax.errors import SharedError, UserError
 ADDRESS, COUNT, NUMBER = VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 FAILED, USER_ERROR, LOST = 1, 2, 3  # exit codes; LOST: of a process that the others have left alone
 PATIENCE = 5.0  # seconds in which processes that fail together can still leave together
-# Words of the errors that collectives raise when the process at the other end is gone.
-_GONE = re.compile(r"gloo|nccl|coordination service|connection (reset|closed)|socket closed|heartbeat", re.IGNORECASE)
+# Words of the errors that collectives raise when the process at the other end is gone. The libraries' names alone say
+# nothing: they also raise for wrong usage and for memory.
+_GONE = re.compile(
+    r"coordination service|connection (reset|closed)|socket closed|heartbeat|"
+    r"(gloo|nccl).*(remote|closed|reset|broken pipe|timed? ?out|abort|unreachable|no route|refused)",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 class Member(NamedTuple):

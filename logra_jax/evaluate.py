@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with StopFlag() as stop, Watchdog(config.processes.hang_s) as watchdog:
         cli.begin(config, distributed.find(os.environ), stop, watchdog)
         from logra_jax.build import check_files, make_grader
+        from logra_jax.fit import out_of_memory, ran_out
         from logra_jax.run import Evaluator
 
         check_files(config, trains=False)
@@ -47,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Stopped as stopped:
                 print(stopped, file=sys.stderr)
                 return stopped.code
+            except RuntimeError as error:
+                if not ran_out(error):
+                    raise
+                raise out_of_memory(config, error, trains=False) from error
     if writes:
         for record in evaluator.samples(found):
             text = f"prompt {record.prompt!r}\nanswer {record.completion!r}\nreward {record.reward}"

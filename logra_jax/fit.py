@@ -39,9 +39,10 @@ def check(config: Config, shape: ModelConfig, vocab_size: int, prompt_width: int
         return None
     if not distributed.alone():  # one decision for all
         limit = -distributed.largest(-(limit // 2**20)) * 2**20
-    config = replace(config, data=replace(config.data, max_prompt_length=prompt_width))
     name, count = config.optimizer.name, len(devices)
-    found = footprint.measure(config, shape, vocab_size, devices, room=limit)
+    # What is advised below has to keep to the rules of the settings, and those know the configured length alone.
+    as_read = replace(config, data=replace(config.data, max_prompt_length=prompt_width))
+    found = footprint.measure(as_read, shape, vocab_size, devices, room=limit)
     plan = Plan(found, limit / GIB, reserve=0.0)
     here = f"each of {count} x {devices[0].device_kind} has {plan.card:.2f} GiB for this run"
     refused = None
@@ -66,12 +67,13 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def out_of_memory(config: Config, error: BaseException) -> UserError:
-    """What to tell a user whose run ran out of memory."""
+def out_of_memory(config: Config, error: BaseException, *, trains: bool = True) -> UserError:
+    """What to tell a user whose run, or evaluation, ran out of memory."""
     count = config.mesh.fsdp * config.mesh.tensor or jax.device_count()
     said = str(error).splitlines()[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
-    return UserError(
-        f"a device ran out of memory: {said}. "
-        f"What helps: {remedies(config.optimizer.name, None, config, count)}. Saved checkpoints are intact: "
-        "go on from the newest with --resume"
-    )
+    if trains:
+        helps = remedies(config.optimizer.name, None, config, count)
+        helps += ". Saved checkpoints are intact: go on from the newest with --resume"
+    else:
+        helps = remedies("logra", "rollout", config, count)  # no optimizer that could be another one
+    return UserError(f"a device ran out of memory: {said}. What helps: {helps}")

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from logra_jax import cli, distributed
 from logra_jax.config import SETTINGS, Config, as_dict, load_config, resolve_path, to_yaml
 from logra_jax.errors import SharedError, UserError
+from logra_jax.lock import LOCK, hold
 from logra_jax.signals import StopFlag, Stopped
 from logra_jax.watchdog import Watchdog
 
@@ -63,7 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"note: {error}")
     member = distributed.find(os.environ)
     stacks = out / ("stacks.txt" if member is None else f"stacks-{member.number}.txt")
-    with StopFlag() as stop, Watchdog(config.processes.hang_s, stacks) as watchdog:  # before jax: that takes seconds
+    writes = not command.dry_run and (member is None or member.number == 0)
+    with (
+        hold(out) if writes else nullcontext(),  # from here to the end
+        StopFlag() as stop,
+        Watchdog(config.processes.hang_s, stacks) as watchdog,  # before jax: that takes seconds
+    ):
         cli.begin(config, member, stop, watchdog)
         from logra_jax.build import check_files, make_grader
         from logra_jax.fit import out_of_memory, ran_out
@@ -84,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     distributed.agree(unseen(config))
                     code, message = train(run, out, stop, resume=command.resume)
                 except OSError as error:  # a full disk, above all
-                    raise UserError(f"out={out} cannot be written: {error}") from error
+                    what = error.filename or f"out={out}"
+                    raise UserError(f"{what} cannot be read or written: {error.strerror or error}") from error
             except RuntimeError as error:
                 if not ran_out(error):
                     raise
@@ -109,7 +116,7 @@ def check_output(config: Config, *, resume: bool, overwrite: bool) -> None:
         raise UserError(f"--resume: there is no run in out={out}")
     if out.exists() and not out.is_dir():
         raise UserError(f"out={out} is a file: name a folder")
-    if resume or not out.exists() or not any(out.iterdir()):
+    if resume or not out.exists() or all(entry.name == LOCK for entry in out.iterdir()):
         return
     if not overwrite:
         raise UserError(f"out={out} is not empty: choose another folder, --resume the run in it, or --overwrite it")
@@ -118,14 +125,17 @@ def check_output(config: Config, *, resume: bool, overwrite: bool) -> None:
 
 
 def prepare_output(config: Config, *, resume: bool, overwrite: bool) -> None:
-    """Make the output folder; that of a run to resume is left as it is until its checkpoint has been read."""
+    """Empty the output folder; that of a run to resume is left as it is until its checkpoint has been read."""
+    check_output(config, resume=resume, overwrite=overwrite)  # again: a run may have ended before this one had the lock
     out = Path(config.out)
     if resume:
         report_changes(out / "config.yaml", config)
         return
-    if overwrite and out.exists():
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+    for entry in out.iterdir() if overwrite else ():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
     write_settings(config)
 
 
@@ -182,7 +192,8 @@ def train(run: "Run", out: Path, stop: StopFlag, *, resume: bool) -> tuple[int, 
         closing(Checkpoints(out / "checkpoints", settings.keep, settings.keep_best, settings.async_)) as checkpoints,
     ):
         found = None
-        if resume and steps(out / "checkpoints"):
+        # Of what the first process sees: another one's view of a network disk may be older.
+        if resume and distributed.on_first(lambda: len(steps(out / "checkpoints"))):
             found = checkpoints.restore(run.abstract_checkpoint())
         if found is None:
             state, progress = run.initial_state(), Progress()

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from members import HANGS
 
-from logra_jax.checkpoint import Checkpoints, newest_good, read_arrays, steps
+from logra_jax.checkpoint import Checkpoints, find_damage, newest_good, read_arrays, read_note, steps
 from logra_jax.errors import UserError
 
 
@@ -204,6 +204,46 @@ def test_keeps_only_the_last_without_best(tmp_path):
         checkpoints.save(step, {"x": jnp.ones(2)}, {}, score)
     checkpoints.close()
     assert steps(tmp_path) == [3]
+
+
+def test_a_score_that_comes_later_is_noted(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"x": jnp.ones(2)}, {"pending": "its evaluation"})
+    for score in (0.9, 0.1, None):  # the first one counts
+        checkpoints.save(1, {"x": jnp.zeros(2)}, {"pending": None, "said": score}, score)
+    assert read_note(tmp_path / "1") == {"step": 1, "score": 0.9, "meta": {"pending": None, "said": 0.9}}
+    assert find_damage(tmp_path / "1") is None
+    assert checkpoints.restore({"x": jnp.zeros(2)}).state["x"].tolist() == [1, 1]
+    flip(tmp_path / "1" / "meta.json")
+    assert find_damage(tmp_path / "1") == "meta.json has changed since it was written"
+    flip(tmp_path / "1" / "meta.json")
+    for step, score in [(2, 0.2), (3, 0.3)]:
+        checkpoints.save(step, {"x": jnp.ones(2)}, {}, score)
+    checkpoints.close()
+    assert steps(tmp_path) == [1, 3]
+
+
+@pytest.mark.parametrize("killed_at", range(1, 4))
+def test_killed_while_noting_a_score(tmp_path, monkeypatch, killed_at):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"x": jnp.ones(2)}, {})
+    replace, calls = Path.replace, []
+
+    def die(self, target):
+        calls.append(target)
+        if len(calls) == killed_at:
+            raise OSError("killed")
+        replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", die)
+        with pytest.raises(UserError, match="step 1 could not be written"):
+            checkpoints.save(1, {"x": jnp.ones(2)}, {}, 0.5)
+    assert newest_good(tmp_path) == (1, [])
+    checkpoints.save(1, {"x": jnp.ones(2)}, {}, 0.5)
+    checkpoints.close()
+    assert read_note(tmp_path / "1")["score"] == 0.5
+    assert newest_good(tmp_path) == (1, [])
 
 
 @pytest.mark.parametrize("async_", [True, False])

@@ -1,5 +1,6 @@
 """Tables over runs, from folders written here: every number is worked out by hand."""
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -106,8 +107,8 @@ def test_a_figure_that_some_runs_lack(write, capsys):
         (["{a}", "{tmp}"], "no folder of a run: it has no config.yaml"),
         (["{a}", "{a}/."], "is named more than once"),
         (["{a}", "{empty}"], "its metrics.jsonl has no rows"),
-        (["{a}", "--out", "{a}/config.yaml"], "config.yaml cannot be made"),
         (["{a}", "{damaged}"], "damaged/metrics.jsonl: line 2 is no row of metrics"),
+        (["{a}", "--out", "{a}/config.yaml"], "config.yaml cannot be written: "),
         (["{a}", "--metric", "eval/acuracy"], "no run has it; there are eval/accuracy, eval/updates, kl/predicted"),
     ],
 )
@@ -117,3 +118,19 @@ def test_bad_input(write, tmp_path: Path, arguments, message):
     metrics.write_bytes(b'{"step": 0}\n{"step": 1, "rew\n{"step": 2}\n')
     with pytest.raises(UserError, match=message):
         main([argument.format(**places) for argument in arguments])
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_disk_that_is_full(write, tmp_path, monkeypatch, file):
+    run, out, write_text = write("a"), tmp_path / "table", Path.write_text
+
+    def full(self, *args, **rest):
+        if self.name == file:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(self, *args, **rest)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    out.mkdir()
+    (out / "compare.tmp.png").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=f"--out {out} cannot be written: .*No space left on device"):
+        main([run, "--out", str(out)])

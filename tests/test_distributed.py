@@ -1,11 +1,13 @@
 """Processes that are one run: how they find each other, that they change no result, and how they end."""
 
 import json
+import os
 import re
 import signal
 import socket
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from members import assert_same, ended, outcome, variables
@@ -86,6 +88,39 @@ def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
     assert f"out={tmp_path} is another folder here" in str(train.unseen(config, patience=0.0))
     (tmp_path / "config.yaml").touch()
     assert train.unseen(config, patience=0.0) is None
+
+
+NCCL = "INTERNAL: NCCL operation ncclGroupEnd() failed: "
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        (
+            "Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4",
+            True,
+        ),
+        ("Gloo AllGather failed: [external/gloo/transport/tcp/pair.cc:534] Read error [::1]:4: Broken pipe", True),
+        ("[external/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 30000ms for recv operation", True),
+        (f"{NCCL}remote process exited or there was a network error", True),
+        (f"INTERNAL: all-reduce\n{NCCL}unhandled system error. Last NCCL warning: Connection timed out", True),
+        ("UNAVAILABLE: The following tasks missed heartbeats: /job:jax_worker/replica:0/task:1", True),
+        ("INTERNAL: NCCL operation ncclCommInitRankConfig failed: invalid usage (run with NCCL_DEBUG=WARN)", False),
+        (f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details)", False),
+        ("INVALID_ARGUMENT: Gloo does not support this reduction", False),
+        ("INTERNAL: no kernel image", False),
+    ],
+)
+def test_errors_that_mean_that_another_one_is_lost(text, lost, monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr(distributed, "alone", lambda: False)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    distributed.leave(RuntimeError(text), distributed.FAILED)
+    assert codes == [distributed.LOST if lost else distributed.FAILED]
+    said = capsys.readouterr().err
+    assert ("has lost another one" in said) == lost
+    assert (f"RuntimeError: {text}" in said) == (not lost)
 
 
 MEMBER = """

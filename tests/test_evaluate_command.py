@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from logra_jax import cli, evaluate, train
 from logra_jax.config import load_config
 from logra_jax.errors import UserError
 from logra_jax.metrics import read_rows
+from logra_jax.rl.rollout import Sampler
 
 ROWS = [f"{a}*{b}=" for a in (8, 12, 345) for b in range(2, 8)]  # of `small_run`
 
@@ -78,6 +80,21 @@ def test_a_folder_that_cannot_be_made(command_settings):
     Path("file").write_text("")
     with pytest.raises(UserError, match="--out file/kept cannot be written"):
         evaluate.main([*command_settings, "--out=file/kept"])
+
+
+def test_running_out_of_memory_is_explained(command_settings, monkeypatch, capsys):
+    def exhausted(*args, **rest):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.\n more")
+
+    monkeypatch.setattr(Sampler, "generate", exhausted)
+    dense = ["optimizer.name=adamw", "optimizer.update_ratio=null", "optimizer.learning_rate=1e-4"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(lambda: evaluate.main([*command_settings, "optimizer.b1=null", "optimizer.refresh=1", *dense]))
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: a device ran out of memory: Out of memory allocating 12 bytes. What helps: lower ")
+    assert "rollout.max_new_tokens=6" in said
+    for of_training in ("--resume", "optimizer", "remat", "micro_batch"):
+        assert of_training not in said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What training does where memory is short: refuses before it loads anything, warns, or says what to change."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,19 @@ def test_a_run_that_cannot_fit_says_what_is_too_large(footprint, monkeypatch):
     ):  # fmt: skip
         assert part in str(refused.value)
     assert footprint[0].data.max_prompt_length == 7  # prompts as long as those of the run
+
+
+def test_advice_is_what_the_settings_take(footprint, monkeypatch, capsys):
+    packed = ["data.max_prompt_length=512", "rollout.max_new_tokens=1024", "loss.token_budget=4096"]
+    config = load_config(None, packed)
+    monkeypatch.setattr(fit, "memory_limit", lambda devices: 20.5 * GIB)
+    fit.check(config, None, 32, 200, jax.devices()[:1])  # prompts of 200 tokens, of the 512 there may be
+    monkeypatch.setattr(fit, "memory_limit", lambda devices: 18 * GIB)
+    with pytest.raises(fit.UserError) as refused:
+        fit.check(config, None, 32, 200, jax.devices()[:1])
+    for said in (capsys.readouterr().err, str(refused.value)):
+        (advice,) = re.findall(r"set (loss\.token_budget=\d+)", said)
+        assert load_config(None, [*packed, advice]).loss.token_budget == 1536
 
 
 def test_processes_refuse_together_and_sample_in_one_layout(footprint, monkeypatch):

@@ -117,3 +117,16 @@ def test_a_job_is_queued_again_at_its_time_limit(code, state, restarts, queued, 
     wanted = f"--overwrite out={tmp_path}/out steps=3" if restarts == "0" else f"out={tmp_path}/out steps=3 --resume"
     assert started.endswith(f"-u -m logra_jax.train {wanted}")
     assert after == (["requeue 42"] if queued else [])
+
+
+@pytest.mark.parametrize("more", [[], ["out="]])
+def test_a_job_that_could_not_be_resumed_is_refused(more, tmp_path):
+    (tmp_path / "srun").write_text("#!/bin/sh\ntouch started\n")
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "run.yaml").write_text("out: here\n")
+    command = ["bash", str(SCRIPTS / "slurm.sh"), "--config", "run.yaml", *more]
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | path, timeout=50)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: give out=FOLDER on the command line" in done.stderr
+    assert not (tmp_path / "started").exists()

@@ -124,6 +124,14 @@ def test_overwrite_replaces_a_run(base, monkeypatch):
     assert load_config("out/config.yaml") == read(base)
 
 
+def test_a_file_that_cannot_be_read_is_named(base, monkeypatch, capsys):
+    def unreadable(run, out, stop, resume):
+        raise PermissionError(13, "Permission denied", "model/model.safetensors")
+
+    monkeypatch.setattr(train, "train", unreadable)
+    assert "error: model/model.safetensors cannot be read or written: Permission denied\n" in refused(base, capsys)
+
+
 def test_dry_run_writes_nothing(base, capsys, small_run):
     before = files(small_run)
     assert train.main([*base, "--dry-run"]) == 0

@@ -18,8 +18,9 @@ from members import HANGS
 
 import logra_jax.build
 import logra_jax.run
-from logra_jax import cli, train
+from logra_jax import checkpoint, cli, distributed, train
 from logra_jax.checkpoint import Checkpoints, flatten, read_arrays, read_note, steps
+from logra_jax.errors import UserError
 from logra_jax.metrics import MetricsWriter, read_rows
 
 VARIANTS = {
@@ -78,6 +79,19 @@ def test_stopped_at_every_point(variant, command_settings, seen, another_sampler
     assert_same(result("out", seen.trainer.progress), wanted)
 
 
+def test_the_score_of_a_step_that_was_saved_before_its_evaluation(command_settings, seen):
+    argv = [*command_settings, *VARIANTS["logra"].split()]
+    assert train.main([*argv, "out=whole"]) == 0
+    seen.stop_at = next(i for i, point in enumerate(seen.passed, 1) if point == (2, True))
+    assert train.main(argv) == 143
+    assert read_note(Path("out/checkpoints/2"))["score"] is None
+    seen.stop_at = None
+    assert train.main([*argv, "--resume"]) == 0
+    (wanted,) = (row["eval/accuracy"] for row in read_rows("out/metrics.jsonl") if row.get("eval/updates") == 2)
+    note = read_note(Path("out/checkpoints/2"))
+    assert (note["score"], note["meta"]["pending"]) == (wanted, None)
+
+
 def test_more_steps_than_before(command_settings, seen, capsys):
     argv = [*command_settings, *VARIANTS["logra"].split(), "eval.every=1"]
     assert train.main([*argv, "out=whole", "steps=3"]) == 0
@@ -99,6 +113,25 @@ def test_more_steps_than_before(command_settings, seen, capsys):
             cli.run(lambda more=setting: train.main([*argv, "steps=3", more, "--resume"]))
         assert message in capsys.readouterr().err
         assert (Path("out/config.yaml").read_bytes(), Path("out/metrics.jsonl").read_bytes()) == kept
+
+
+def test_the_first_process_says_whether_there_is_a_checkpoint(command_settings, monkeypatch, capsys):
+    argv = [*command_settings, "eval.every=0", "eval.before=false", "checkpoint.every=1", "checkpoint.keep_best=false"]
+    assert train.main([*argv, "steps=1"]) == 0
+    ask, look, asking = distributed.on_first, checkpoint.steps, []
+
+    def on_first(action):
+        asking.append(action)
+        try:
+            return ask(action)
+        finally:
+            asking.pop()
+
+    monkeypatch.setattr(distributed, "on_first", on_first)
+    # Any other process sees the folder as it was before.
+    monkeypatch.setattr(checkpoint, "steps", lambda folder: look(folder) if asking else [])
+    assert train.main([*argv, "steps=2", "--resume"]) == 0
+    assert "resumed after 1 updates" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint(command_settings, seen, capsys):
@@ -158,7 +191,7 @@ def test_metrics_that_cannot_be_written(command_settings, seen, monkeypatch, cap
         patch.setattr(MetricsWriter, "write", write_in_vain)
         with pytest.raises(SystemExit, match="2"):
             cli.run(lambda: train.main(argv))
-    assert "error: out=out cannot be written: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert "error: out=out cannot be read or written: No space left on device\n" in capsys.readouterr().err
     assert steps(Path("out/checkpoints")) == [2]
     assert train.main([*argv, "--resume"]) == 0
     assert_same(result("out", seen.trainer.progress), wanted)
@@ -218,6 +251,8 @@ def test_processes_that_get_signals(command_settings, seen):
     time.sleep(0.2 * np.random.default_rng().random())
     killed.kill()
     training = start([*endless, "out=training"], "update 2/")
+    with pytest.raises(UserError, match="another run writes to out=training"):
+        train.main([*argv, "out=training", "--resume"])
     training.terminate()
     for process, code in ((starting, 143), (training, 143), (killed, -9)):
         output, errors = process.communicate(timeout=HANGS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny import TINY
 
+from logra_jax import build, distributed
 from logra_jax.build import choose_attention
 from logra_jax.config import load_config
 from logra_jax.errors import UserError
@@ -98,3 +99,21 @@ def test_what_cannot_be_compiled_is_not_chosen():
     """Here the library is missing; elsewhere it may be too old for the device, or the heads too large."""
     device = jax.devices("cpu")[0]
     assert "it cannot be compiled (" in flash._compiles(4, 2, 4, device)
+
+
+def test_processes_attend_in_one_way(monkeypatch):
+    said, agreed = [0, 1], []
+    monkeypatch.setattr(build, "why_not_cudnn", lambda shape, device: "no library" if said[0] else None)
+    monkeypatch.setattr(distributed, "largest", lambda own: max(own, said[1]))  # of two processes
+    monkeypatch.setattr(distributed, "agree", agreed.append)
+    auto, wanted = (
+        load_config(None, [f"model.attention={attention}", "model.compute_dtype=bfloat16"])
+        for attention in ("auto", "cudnn")
+    )
+    assert choose_attention(auto, CONFIG, None) == "blocked"
+    said[:] = 0, 0
+    assert choose_attention(auto, CONFIG, None) == "cudnn"
+    assert agreed == [None, None]
+    said[:] = 1, 1
+    choose_attention(wanted, CONFIG, None)  # raised by `agree`, on all
+    assert "model.attention=cudnn: no library" in str(agreed[2])
