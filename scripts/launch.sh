@@ -30,9 +30,16 @@ member() {
 
 set -m # a process group each: Ctrl-C reaches this script alone, and is passed on once
 groups=()
-# Before anything is started: a signal that ended this script alone would leave the others behind.
-trap 'kill -TERM -- "${groups[@]}" 2>/dev/null' TERM
-trap 'kill -INT -- "${groups[@]}" 2>/dev/null' INT
+pass_on() {
+  trap '' TERM INT # bash would run this within itself, as deep as signals keep coming, until it has no stack left
+  kill "-$1" -- "${groups[@]}" 2>/dev/null
+  listen
+}
+listen() {
+  trap 'pass_on TERM' TERM
+  trap 'pass_on INT' INT
+}
+listen # before anything is started: a signal that ended this script alone would leave the others behind
 for ((i = 0; i < count; i++)); do
   member "$i" "$@" &
   groups+=("-$!")

@@ -84,6 +84,7 @@ def test_no_end_is_missed_among_signals(launch):
         process.stdout.readline()
     while process.poll() is None:
         process.send_signal(signal.SIGTERM)
+        time.sleep(1e-3)  # bash itself crashes where its traps interrupt each other without end
     assert process.returncode == 7
 
 
