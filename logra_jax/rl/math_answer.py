@@ -20,7 +20,11 @@ MAX_DEPTH = 20  # of its brackets
 _FORM = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 
 _PLAIN = re.compile(r"(-?)(?:\\[dtc]?frac\{(\d+)\}\{(\d+)\}|((?!0\d)\d+(?:\.\d+)?))", re.ASCII)
-_BASES = re.compile(r"\d_\{?(\d+)", re.ASCII), re.compile(r"\d_\{\\text\{(\w+)\}\}", re.ASCII)  # of numbers, as 21_3
+_BASES = (
+    re.compile(r"\d_\{?(\d+)", re.ASCII),
+    re.compile(r"\d_\{?\s*\\text\s*\{(\w+)\}", re.ASCII),
+)  # of numbers, as 21_3
+_MARKS = re.compile(r"(?<=[A-Za-z])'"), re.compile(r"\\ldots")  # primes and omissions: parsed as nothing
 _CLOCK = re.compile(r"\s*\d{1,2}(\s*:\s*\d{2})+[^\d:]*")
 
 
@@ -58,6 +62,8 @@ def _same(target: str, answer: str) -> bool:
     for way in _BASES:  # below, what follows a number's _ is left out
         if len({tuple(bases) for text in (answer, target) if (bases := way.findall(text))}) > 1:
             return False
+    if any(len(mark.findall(answer)) != len(mark.findall(target)) for mark in _MARKS):
+        return False
     is_ratio = ":" in answer and ":" in target
     want = _ratio(target) if is_ratio else _parse(target)
     if want is None:
@@ -160,8 +166,14 @@ def _parse(text: str) -> Any:
         return number * PERCENT if isinstance(number, sympy.Expr) else None
     if re.search(r"(?<![\d_])\d+\s+\d", re.sub(r"\d{1,3}(?: \d{3})+(?!\d)", "0", text)):
         return None  # numbers side by side: the parser would add or multiply them
+    if "\\" not in text and re.search(r"\)\s*\d|(?<![_^{}\d])\d+\s*[\[{]\d|\}\s*\{\d", text):
+        return None  # also where they are in brackets
+    if re.search(r"\\circ\s*\}?\s*\d", text):
+        return None  # degrees and minutes
     if re.search(r"\\sqrt\s*\[[^\]]*[\^!]", text):
         return None  # root indices are evaluated while parsing, however large
+    # The parser would read a product in brackets, 2(3), as a mixed number: as a sum.
+    text = re.sub(r"((?<![_^\d.])\d[\d.]*|\))\s*((?:\\left\s*)?\()", r"\1\\cdot \2", text)
     try:
         normal = normalize_latex(text, _FORM)
         parsed = latex2sympy(normal, is_real=not should_treat_as_complex(normal), normalization_config=None)

@@ -16,7 +16,7 @@ def _improper(match: re.Match[str]) -> str:
 
 
 def _scaled(match: re.Match[str]) -> str:
-    number, scale, unit = match.groups()
+    number, scale, unit = match[1], match[2] or match[4], match[3]
     return rf"{number}\cdot 10^{{{3 * _SCALES.index(scale) + 3}}}" + (rf"\text{{{unit}}}" if unit else "")
 
 
@@ -25,21 +25,24 @@ def _scaled(match: re.Match[str]) -> str:
 # character and its scales of temperature, functions of degrees (a unit elsewhere), letters behind \\.
 _DEGREE = r"(?:\{\s*\\circ\s*\}|\\circ)"
 _SCALES = ["thousand", "million", "billion", "trillion"]
+_SCALES_ = "|".join(_SCALES)
 _SPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (r"~|(?<!\\)\\\s", " "),
+        (r"~|(?<!\\)\\(?:[\s,;:]|q?quad(?![A-Za-z]))", " "),
         ("[−–]", "-"),
         (r"[£€¥]|\\(?:pounds|euro|textdollar)(?![A-Za-z])", ""),
         (r"\\(?:text)?color\s*\{\w*\}|\\(?:bf|rm|it)(?![A-Za-z])", ""),
         (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,])", lambda match: match[0].replace(" ", "")),
-        (rf"(\d)\s*(?:\\text\s*\{{)?\s*({'|'.join(_SCALES)})\b(?:([^{{}}]*)\}})?", _scaled),
-        (r"(?:\\text\s*\{\s*)?\bpercent\b(?:\s*\})?", r"\\%"),
+        (rf"(\d)\s*(?:\\text\s*\{{\s*({_SCALES_})\b([^{{}}]*)\}}|({_SCALES_})\b)(?!\s*\d)", _scaled),
+        (r"\\text\s*\{\s*percent\s*\}|\bpercent\b", r"\\%"),
+        (r"\\sqrt\s+(\d+)", r"\\sqrt{\1}"),
         ("[¼-¾⅐-⅞]", lambda match: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("⁄"))),
         (r"\\[dtc]?frac\s*(\d)\s+(\d)(?!\d)", r"\\frac{\1}{\2}"),
-        (r"(?<![\d.,}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", _improper),
+        (r"(?<![\d.,}/_^])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", _improper),
         (r"\\(?:mathrm|text(?:rm|it)?)\s*\{\s*([ei])\s*\}", r"\1"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\[cd]?dots(?![A-Za-z])|\.\.\.|…", r"\\ldots"),
         (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         ("°", r"^\\circ"),
         (rf"(\^\s*{_DEGREE})\s*[CF]\b", r"\1"),
@@ -78,9 +81,9 @@ def last_box(text: str) -> str | None:
 
 def clean(text: str) -> str:
     """Plain rewriting that changes no meaning and that the LaTeX parser needs."""
-    text = re.sub(r"\\boxed\s*(?=\{)|\\\$", "", text).strip().strip("$")
+    text = re.sub(r"\\?\$", " ", re.sub(r"\\boxed\s*(?=\{)", "", text)).strip()
     text = re.sub(r"^(?:\\[,;:! ]|\s)+|(?:\\[,;:! ]|\s)+$", "", text)
-    text = re.sub(r"[.,;\s]*(?:\\\\)?[.,;\s]*$|(?<=\w)[.,;]\s*(?=\}$)", "", text)  # the end of a sentence or line
+    text = re.sub(r"(?:[.,;\s]|\\\\)+$|(?<=\w)[.,;]\s*(?=\}$)", "", text)  # the end of a sentence or line
     text = re.sub(r"^\s*(?:\\approx|\\simeq|=)\s*", "", text)
     for pattern, plain in _SPELLINGS:
         text = pattern.sub(plain, text)
@@ -102,7 +105,7 @@ def squash(text: str) -> str:
     """Text without what carries no meaning: spacing (but not between digits), display sizes."""
     text = re.sub(r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![A-Za-z])", "", text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
+    return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"\s+", " ", text))
 
 
 def last_group(pattern: re.Pattern[str], text: str) -> str | None:
