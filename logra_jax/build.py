@@ -108,10 +108,10 @@ def make_grader(config: Config) -> Grader:
 
 
 def read_prompts(config: Config, key: Literal["train", "eval"], tokenizer: Any, vocab_size: int) -> PromptSet:
-    """The tokenized prompts of data.train or data.eval."""
+    """The tokenized prompts of data.train or data.eval; what the tokenizer cannot read in them is said."""
     data = config.data
     path = str(getattr(data, key))
-    return load_prompts(
+    found = load_prompts(
         resolve_path(path),
         tokenizer,
         prompt_column=data.prompt_column,
@@ -125,6 +125,15 @@ def read_prompts(config: Config, key: Literal["train", "eval"], tokenizer: Any, 
         vocab_size=vocab_size,
         held_out=key == "eval",
     )
+    if found.unread and distributed.first():
+        lost = f"{found.unread[:40]}{' ...' if len(found.unread) > 40 else ''}"
+        print(
+            f"note: data.{key}={path}: the model does not see all of its prompts: {config.model.path} has no tokens "
+            f"for the characters {lost}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return found
 
 
 def gradable(config: Config, key: Literal["train", "eval"], prompts: PromptSet, grader: Grader) -> PromptSet:

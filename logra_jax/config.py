@@ -251,9 +251,9 @@ def check_paths(config: Config, trains: bool = True) -> None:
     if not config.model.path:
         raise UserError("model.path is not set: give a folder in Hugging Face layout, or demo:model")
     if not (resolve_path(config.model.path) / "config.json").is_file():
-        raise UserError(
-            f"model.path={config.model.path}: no folder with a config.json (current directory: {Path.cwd()})"
-        )
+        run = (resolve_path(config.model.path) / "hf" / "config.json").is_file()
+        hint = f"; did you mean {config.model.path}/hf?" if run else f" (current directory: {Path.cwd()})"
+        raise UserError(f"model.path={config.model.path}: no folder with a config.json{hint}")
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -98,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         test = split(train, found.held_out, found.seed or 0)
     report = make_report(train, test)
     if not train.kept:
-        raise UserError(f"no question is left: {describe(report)}")
+        alone = any(entry["layout"] == "gsm8k" for entry in train.read)
+        hint = "\nanswers that stand alone, without ####: --prompt-column question" if alone else ""
+        raise UserError(f"no question is left: {describe(report)}{hint}")
     names = short_names(kept.file for side in (train, test) for kept in side.kept.values())
     sides = {TRAIN: to_rows(train, names)} | ({HELD_OUT: to_rows(test, names)} if found.test or found.held_out else {})
     check_ids(sides)
@@ -161,7 +163,8 @@ def _refuse_idle(found: argparse.Namespace, layout: str | None) -> None:
         ("test-split", found.test_split, test),
     ):
         if given is not None and all(Path(source).expanduser().is_file() for source in sources):
-            raise UserError(f"--{option} chooses among the files of a folder, and none is named: leave it out")
+            needs = "--test names none" if option == "test-split" else "none is named"
+            raise UserError(f"--{option} chooses among the files of a folder, and {needs}: leave it out")
 
 
 def find_files(source: str, subset: str | None, split: str | None) -> list[Path]:

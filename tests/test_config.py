@@ -1,6 +1,7 @@
 """Settings: every kind of bad input is refused by name and place, before anything heavy is imported."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -300,3 +301,22 @@ def test_help_and_mistakes_need_no_jax():
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
         assert done.returncode == expected, done.stderr
         assert "AssertionError" not in done.stderr
+
+
+def test_a_run_in_place_of_its_model_is_shown_the_way(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    config = load_config(None, [f"model.path={tmp_path}"])
+    with pytest.raises(UserError, match=rf"did you mean {tmp_path}/hf\?"):
+        check_paths(config)
+
+
+def test_the_package_itself_lists_the_commands():
+    done = subprocess.run([sys.executable, "-m", "logra_jax"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "python -m logra_jax.train --help" in done.stderr
+    listed = set(re.findall(r"logra_jax\.(\w+)", done.stderr))
+    modules = {
+        p.stem for p in Path(cli.__file__).parent.glob("*.py") if "cli.run(main)" in p.read_text(encoding="utf-8")
+    }
+    assert listed == modules

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,25 @@ def test_dapo_whose_rows_come_again_and_again():
     repeated = {entry["kept"]: entry["repeated"]["data/dapo.parquet"] for entry in part["rows_repeated"]}
     assert repeated["data/dapo.parquet: row 1"] == [4, *range(11, 305, 3)]
     assert part["kept"] + sum(part["dropped"].values()) == 304  # every row is accounted for
+
+
+def test_a_system_message_makes_no_other_question():
+    tail = ' Let\'s think step by step and output the final answer after "####".'
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is 1+1?{tail}"}
+    solved = {"reward_model": {"ground_truth": "2"}}
+    lines("train.jsonl", {"prompt": [system, user]} | solved, {"prompt": [{"role": "user", "content": "?"}]} | solved)
+    lines("test.jsonl", {"prompt": [user]} | solved)
+    train, held_out, _ = run("train.jsonl", "--test", "test.jsonl")
+    assert [row["prompt"] for row in (*train, *held_out)] == ["?", "What is 1+1?"]
+    lines("system.jsonl", {"prompt": [system, user]} | solved)
+    shutil.rmtree("out")
+    assert run("system.jsonl")[0][0]["prompt"] == [system, {"role": "user", "content": "What is 1+1?"}]
+
+
+def test_answers_without_hashes_are_shown_the_way(here):
+    lines("q.jsonl", {"question": "What is 1+1?", "answer": "2"})
+    assert "--prompt-column question" in refused("q.jsonl")
+    assert run("q.jsonl", "--prompt-column", "question")[0][0]["answer"] == "2"
 
 
 def test_numbers_of_rows_are_no_ids():

@@ -19,7 +19,10 @@ from logra_jax.rl.math_text import last_box
 
 # What DAPO-Math puts around a problem: it asks for "Answer: ..." where the maths grader looks for a box.
 _DAPO_HEAD = re.compile(r"\s*Solve the following math problem step by step\.[^\n]*\n\n")
-_DAPO_TAIL = re.compile(r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*\Z")
+_DAPO_TAIL = re.compile(
+    r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*\Z"
+    r"| Let's think step by step and output the final answer after \"####\"\.\s*\Z"  # of GSM8K in the same columns
+)
 _RAISED = re.compile("<(?:super|sub|fraction)>")
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
 
@@ -84,8 +87,12 @@ def _dapo(row: Mapping[str, Any]) -> Question:
     prompt = _prompt(row, "prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], dict):
         prompt = prompt[0].get("content")
+    bare = lambda text: _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", text, count=1)).strip()
     if isinstance(prompt, str):
-        prompt = _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", prompt, count=1)).strip()
+        prompt = bare(prompt)
+    elif isinstance(prompt, list):
+        asks = lambda message: message.get("role") == "user" and isinstance(message["content"], str)
+        prompt = [{**message, "content": bare(message["content"])} if asks(message) else message for message in prompt]
     answer = _answer(row, "reward_model.ground_truth", "answer", "solution")
     index = look_up(row, "extra_info.index")  # where it is a number, files count each for itself
     return Question(prompt, answer, index if isinstance(index, str) else None, {})
@@ -160,7 +167,8 @@ def in_last_box(text: Any) -> str:
 def normal(prompt: Any) -> str:
     """A prompt's text without what makes no other question of it: case, spacing, dollars, sizes, closing points."""
     if isinstance(prompt, list):
-        prompt = "\n".join(str(message.get("content")) for message in prompt if isinstance(message, dict))
+        asked = [message for message in prompt if isinstance(message, dict) and message.get("role") != "system"]
+        prompt = "\n".join(str(message.get("content")) for message in asked)
     # Compatible characters are one, but for 2² and 22, and 1½ and 11/2.
     composed = unicodedata.normalize("NFC", str(prompt))
     text = "".join(

@@ -17,6 +17,7 @@ from logra_jax.rl.layouts import number_text
 from logra_jax.rl.tasks import is_mixture, make_rows
 
 WIDTH_MULTIPLE = 8
+LOOKED_AT = 1000  # prompts whose tokens are turned back into text, to see whether anything is lost
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # one of the two that stand for a character beyond 16 bits
 # Columns, and keys of a message's parts, that belong to the prompt in data sets for multimodal models.
 MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios")
@@ -34,6 +35,7 @@ class PromptSet:
     columns: every column of the file, for the kept rows; None where a row lacks a column that was not asked
         for.
     read, dropped, truncated: rows in the file, rows left out and rows shortened for their length.
+    unread: characters of the texts that the tokenizer has no tokens for, and leaves out or replaces.
     """
 
     ids: np.ndarray
@@ -44,6 +46,7 @@ class PromptSet:
     read: int
     dropped: int
     truncated: int
+    unread: str = ""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -163,7 +166,7 @@ def load_prompts(
         encode = partial(_encode_chat, options=_template_options(tokenizer, enable_thinking))
 
     ids, tokens, texts, kept = [], [], [], []
-    truncated = read = 0
+    truncated, read, unread = 0, 0, set[str]()
     for place, row in read_rows(path, held_out=held_out):
         number, read = read, read + 1
         _check_row(place, row, prompt_column, answer_column)
@@ -171,7 +174,9 @@ def load_prompts(
             row = {**row, answer_column: _answer(place, answer_column, row[answer_column])}
         text, encoded = encode(tokenizer, place, row[prompt_column], prompt_format, system)
         if not encoded:
-            raise UserError(f"{place}: the prompt has no tokens")
+            raise UserError(f"{place}: the tokenizer has no token for anything in this prompt")
+        if read <= LOOKED_AT:
+            unread |= set(text) - set(tokenizer.decode(encoded))
         if max(encoded) >= vocab_size or min(encoded) < 0:
             raise UserError(
                 f"{place}: the tokenizer gives id {max(encoded)}, but the model has {vocab_size} rows; "
@@ -206,6 +211,7 @@ def load_prompts(
         read=read,
         dropped=dropped,
         truncated=truncated,
+        unread="".join(sorted(c for c in unread if not c.isspace())),
     )
 
 

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 
+from logra_jax.config import PACKAGED
 from logra_jax.errors import UserError
 from logra_jax.rl.prompts import PromptOrder, check_columns, load_prompts, read_rows, require_rows
 from logra_jax.rl.tokenizer import decode, load_tokenizer
@@ -169,7 +170,10 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, tokenizer, monke
         ('{"prompt":"a","answer":["1"]}\n', r"data\.jsonl: line 1: column 'answer' is a list"),
         ('{"prompt":"a","answer":true}\n', r"data\.jsonl: line 1: column 'answer' is a bool"),
         ('{"prompt":5,"answer":"1"}\n', r"data\.jsonl: line 1: .*text as the prompt, not a int"),
-        ('{"prompt":"","answer":"1"}\n', r"data\.jsonl: line 1: the prompt has no tokens"),
+        (
+            '{"prompt":"","answer":"1"}\n',
+            r"data\.jsonl: line 1: the tokenizer has no token for anything",
+        ),
         ("[" * 100_000, r"data\.jsonl: line 1: not usable JSON"),
         (b'{"prompt":"a","answer":"1"}\n{"prompt":"\xff","answer":"1"}\n', r"line 2: not UTF-8"),
         ("", r"data\.jsonl holds no rows"),
@@ -358,3 +362,20 @@ def test_a_part_of_the_rows_stays_that_part():
     assert set(drawn.tolist()) == {4, 8, 15}
     for epoch in drawn.reshape(5, 3):
         assert set(epoch.tolist()) == {4, 8, 15}
+
+
+def test_what_the_tokenizer_cannot_read_is_kept_for_a_note(tmp_path):
+    """The demo's tokenizer knows figures and a few signs, and leaves the rest out."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "12*3=", "answer": ""}\n{"prompt": "So 4 b\u00e9 5", "answer": ""}\n')
+    tokenizer = load_tokenizer(PACKAGED / "model")
+    found = load_prompts(
+        path,
+        tokenizer,
+        prompt_column="prompt",
+        answer_column=None,
+        template="plain",
+        max_prompt_length=20,
+        vocab_size=32,
+    )
+    assert found.unread == "Sbo\u00e9"
