@@ -389,7 +389,7 @@ class Run(Evaluator):
         kl = config.kl
         control = f"KL budget {kl.budget_start} to {kl.budget_end}" if kl.control else "no KL control"
         rank = f" rank {settings.rank}" if settings.name in LOW_RANK else ""
-        rank += f", b1 {settings.b1}" if settings.b1 else ""
+        rank += f", b1 {settings.b1}" if settings.name == "logra" and settings.b1 else ""
         rollout, prompts = config.rollout, self.prompts
         return (
             f"{super().summary()}\n"
