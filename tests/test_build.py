@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from logra_jax import optim
-from logra_jax.build import learning_rate, make_optimizer
-from logra_jax.config import load_config
+from logra_jax.build import learning_rate, make_optimizer, read_prompts
+from logra_jax.config import PACKAGED, load_config
+from logra_jax.rl.tokenizer import load_tokenizer
 
 COURSE = ["steps=12", "optimizer.warmup=4", "optimizer.schedule=cosine", "kl.control=false", "eval.every=0"]
 # Four updates up, then half a cosine from 1 to 0.1 over eight.
@@ -39,3 +40,13 @@ def test_weights_beside_the_targets_are_on_the_same_schedule(name):
             updates, state = tx.update(grads, state, params)
         steps.append(-float(updates["scale"][0]))
     np.testing.assert_allclose(steps, 0.01 * np.array(SHARES), rtol=1e-4)
+
+
+def test_what_the_tokenizer_cannot_read_is_said(tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    tokenizer = load_tokenizer(PACKAGED / "model")
+    for prompt, note in (("12*3=", ""), ("So 4", "demo:model has no tokens for the characters So\n")):
+        path.write_text(f'{{"prompt": "{prompt}", "answer": "1"}}\n')
+        read_prompts(load_config(None, [f"data.train={path}"]), "train", tokenizer, 32)
+        said = capsys.readouterr().err
+        assert said.endswith(note) if note else not said

@@ -85,6 +85,7 @@ def test_a_run_writes_what_it_says(base, capsys):
 
     said = capsys.readouterr()
     assert said.err == ""
+    assert "optimizer  logra rank 4, b1 0.5, ratio 0.03, KL budget" in said.out
     assert "update 4/4  reward" in said.out
     assert said.out.splitlines()[-1].startswith("done: 4 updates")
 

@@ -25,8 +25,8 @@ def grpo(rewards: np.ndarray, *, std: bool = True, eps: float = 1e-4) -> Advanta
     """Group-relative advantages: (reward - mean) / (deviation + eps) within each group.
 
     rewards: float [groups, n], one row per prompt. std=False only takes the mean off (the "Dr. GRPO" form).
-    The deviation is that of the population. Groups of equal rewards, and groups with fewer
-    than two valid rows, get exactly 0. Raises UserError for n < 2.
+    The deviation is that of the population. Groups of equal rewards, and groups with fewer than two valid rows, get
+    exactly 0. Raises UserError for n < 2.
     """
     values, valid = _groups(rewards, "grpo")
     out = np.zeros_like(values)

@@ -2,7 +2,8 @@ r"""Published layouts of questions with answers, as rows for the trainer.
 
 gsm8k   question, answer: a worked answer that ends in `#### 18`, with marks of a calculator, `<<16-3=13>>`
 math    problem, solution with the answer in its last \boxed{}, or answer; level, subject or type, unique_id
-dapo    prompt: a list of messages (or a text), reward_model.ground_truth (or answer, solution), extra_info.index
+dapo    prompt: a list of messages (or a text), reward_model.ground_truth (or answer, solution), extra_info.index,
+        where that is a text, as the id; GSM8K as prepared for other trainers, too
 plain   any columns, by their names; `reward_model.ground_truth` reaches into a column
 """
 
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from logra_jax.errors import UserError
 from logra_jax.rl.math_text import last_box
 
-# What DAPO-Math puts around a problem: it asks for "Answer: ..." where the maths grader looks for a box.
+# What DAPO-Math and others put around a problem: they ask for "Answer: ..." where the maths grader looks for a box.
 _DAPO_HEAD = re.compile(r"\s*Solve the following math problem step by step\.[^\n]*\n\n")
 _DAPO_TAIL = re.compile(
     r"\n\nRemember to put your answer on its own line after \"Answer:\"\.?\s*\Z"

@@ -20,10 +20,8 @@ MAX_DEPTH = 20  # of its brackets
 _FORM = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
 
 _PLAIN = re.compile(r"(-?)(?:\\[dtc]?frac\{(\d+)\}\{(\d+)\}|((?!0\d)\d+(?:\.\d+)?))", re.ASCII)
-_BASES = (
-    re.compile(r"\d_\{?(\d+)", re.ASCII),
-    re.compile(r"\d_\{?\s*\\text\s*\{(\w+)\}", re.ASCII),
-)  # of numbers, as 21_3
+# Of numbers, as 21_3.
+_BASES = re.compile(r"\d_\{?(\d+)", re.ASCII), re.compile(r"\d_\{?\s*\\text\s*\{(\w+)\}", re.ASCII)
 _MARKS = re.compile(r"(?<=[A-Za-z])'"), re.compile(r"\\ldots")  # primes and omissions: parsed as nothing
 _CLOCK = re.compile(r"\s*\d{1,2}(\s*:\s*\d{2})+[^\d:]*")
 

@@ -25,7 +25,7 @@ def _scaled(match: re.Match[str]) -> str:
 # character and its scales of temperature, functions of degrees (a unit elsewhere), letters behind \\.
 _DEGREE = r"(?:\{\s*\\circ\s*\}|\\circ)"
 _SCALES = ["thousand", "million", "billion", "trillion"]
-_SCALES_ = "|".join(_SCALES)
+_SCALE = "|".join(_SCALES)
 _SPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
@@ -34,7 +34,7 @@ _SPELLINGS = [
         (r"[£€¥]|\\(?:pounds|euro|textdollar)(?![A-Za-z])", ""),
         (r"\\(?:text)?color\s*\{\w*\}|\\(?:bf|rm|it)(?![A-Za-z])", ""),
         (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,])", lambda match: match[0].replace(" ", "")),
-        (rf"(\d)\s*(?:\\text\s*\{{\s*({_SCALES_})\b([^{{}}]*)\}}|({_SCALES_})\b)(?!\s*\d)", _scaled),
+        (rf"(\d)\s*(?:\\text\s*\{{\s*({_SCALE})\b([^{{}}]*)\}}|({_SCALE})\b)(?!\s*\d)", _scaled),
         (r"\\text\s*\{\s*percent\s*\}|\bpercent\b", r"\\%"),
         (r"\\sqrt\s+(\d+)", r"\\sqrt{\1}"),
         ("[¼-¾⅐-⅞]", lambda match: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("⁄"))),

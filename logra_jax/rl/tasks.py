@@ -106,15 +106,18 @@ def read_mixture(path: str | Path) -> Mixture:
     return mixture
 
 
-def _twice(node: yaml.Node | None, above: tuple[yaml.Node, ...] = ()) -> str | None:
+def _twice(node: yaml.Node | None) -> str | None:
     """The first key that its mapping, or one in it, has twice: YAML would silently take the last."""
-    seen: set[str] = set()
-    for name, value in node.value if isinstance(node, yaml.MappingNode) and node not in above else ():
-        if name.value in seen:
-            return str(name.value)
-        seen.add(name.value)
-        if (inner := _twice(value, (*above, node))) is not None:
-            return inner
+    waiting, seen = [node], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, yaml.MappingNode) or id(node) in seen:  # an anchor's mapping is there more than once
+            continue
+        seen.add(id(node))
+        names = [name.value for name, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            return str(twice[0])
+        waiting += [value for _, value in reversed(node.value)]
     return None
 
 

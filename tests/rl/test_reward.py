@@ -228,7 +228,7 @@ def test_rows_and_columns_must_agree_and_the_answer_column_exist():
 
 @pytest.fixture(scope="module")
 def maths():
-    with make_reward("math", answer_column="answer", timeout_s=60.0, workers=2) as grader:
+    with make_reward("math", answer_column="answer", timeout_s=5.0, workers=2) as grader:
         yield grader
 
 

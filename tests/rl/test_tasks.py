@@ -49,6 +49,11 @@ def write(folder, text):
     return path
 
 
+LAUGHS = "".join(
+    f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 60)
+)  # 2^60 mappings, told one by one
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -60,6 +65,7 @@ def write(folder, text):
         ("train: 4\ntasks: {a: {weight: 1.0e+308}, b: {weight: 1.0e+308}}", "weight must be"),
         (f"train: 4\ntasks: {{a: {{weight: 1{'0' * 400}}}}}", "weight must be .* found 1000"),
         ("train: 4\ntasks: &t {a: *t}", "unknown key 'a'"),
+        (f"train: 4\na0: &a0 {{}}\n{LAUGHS}tasks: {{}}", "unknown key"),
         ("train: 4\ntasks: {null: {}}", "the name of a task is a text, found None"),
         ("train: 4\ntasks: {'': {}}", "the name of a task is a text"),
         ("train: 4\ntasks: {a: {wieght: 1}}", "unknown key 'wieght': did you mean weight"),
